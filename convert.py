@@ -35,8 +35,8 @@ from support.errors import ConfigError, WeightsError
 from support.files import replacing
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED, environment
-from training.loop import Position
-from training.run import load_model
+from training.loading import load_model
+from training.position import Position
 from training.run_files import write_run_files
 
 END_TOKENS = ("bos_token_id", "eos_token_id")
@@ -71,9 +71,9 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
     model = nnx.eval_shape(lambda: GPT(model_config, vocabulary_size, rngs=nnx.Rngs(0)))
     parameters, dtypes = gpt2_format.read_parameters(folder, model)
     count = sum(x.size for x in jax.tree.leaves(parameters))
-    made_with = environment(model, parameters=count, tokenizer=tokenizer, checksum="")
+    made_with = environment(model, parameters=count, checksum="")
     with _written_beside(out) as beside:
-        write_run_files(beside, config, made_with | {"corpus_checksum": None, PUBLISHED: {
+        write_run_files(beside, config, made_with | {"tokenizer": tokenizer, "corpus_checksum": None, PUBLISHED: {
             "source": source, "folder": str(folder.absolute()), "dtypes": dtypes,
             "tokens": {name: value for name, value in gpt2_format.read_file(folder / CONFIG).items()
                        if name in END_TOKENS}}})
@@ -99,7 +99,7 @@ def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
     Raises:
         ConfigError: GPT-2's format cannot describe the model, ``out`` exists, or ``run`` is not a run.
         WeightsError: ``out`` cannot be written.
-        RunError, CheckpointError: as ``training.run.load_model``.
+        RunError, CheckpointError: as ``training.loading.load_model``.
     """
     _check_free(out)
     loaded = load_model(run, step)

@@ -50,7 +50,7 @@ from support.json_files import write
 from support.terminal import printable
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
-from training.run import LoadedRun, load_model
+from training.loading import LoadedRun, load_model
 from training.sharding import inference_mesh
 from training.window_losses import FILE as WINDOW_LOSSES
 from training.window_losses import write_window_losses
@@ -162,16 +162,16 @@ def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.E
         RunError: they cannot be written.
     """
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
-                            tokenizer=corpora.tokenizer, checksum=corpora.checksum,
-                            segments=run.config.data.packing == "documents")
+                            checksum=corpora.checksum, segments=run.config.data.packing == "documents")
     try:
         if options.split == "val":
             write_window_losses(options.run, [one.windows for one in found])
         write(path, {
             "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
             "context": run.config.model.context, "packing": run.config.data.packing,
+            "tokenizer": corpora.tokenizer,
             **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
-                                                  "tokenizer", "dtype")},
+                                                  "dtype")},
             **({"window_losses": WINDOW_LOSSES} if options.split == "val" else {}),
             "evaluations": [one.figures for one in found]})
     except OSError as error:

@@ -45,8 +45,8 @@ from sampling.samples import sample_text
 from support.errors import ConfigError, LineargptError, RunError
 from training.config_validation import validate_config
 from training.environment import configure_jax
+from training.loading import LoadedRun, image_format, load_model, load_tokenizer, read_run
 from training.metrics import read_columns
-from training.run import LoadedRun, image_format, load_model, load_tokenizer, read_run
 
 if TYPE_CHECKING:
     import tiktoken

@@ -45,7 +45,7 @@ from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError
 from support.flags import checked_flags
 from training.environment import configure_jax
-from training.run import LoadedRun, load_model, load_tokenizer
+from training.loading import LoadedRun, load_model, load_tokenizer
 from training.sharding import inference_mesh
 
 

@@ -20,33 +20,21 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import jax
-import jax.numpy as jnp
 import tyro
-from flax import nnx
-from jax.sharding import Mesh
 
 from configs.schema import Config, MaskedConfig, load_recipe
-from data.loader import Corpora, open_corpora
-from data.verification import Verification
-from models.encoder import Encoder, MaskedModel
+from data.loader import open_corpora
+from models.encoder import MaskedModel
 from models.gpt import GPT
-from models.parameters import count_parameters
-from sampling import samples
-from support.command import note, status
 from support.errors import ConfigError
-from training import cli, logging, loop, processes
-from training import run as runs
-from training.checkpoint import Checkpoints
-from training.environment import CHECKPOINTED, configure_jax, environment
-from training.initial_weights import InitialWeights, compare, read_initial_weights, save_initial_checkpoint
-from training.memory import check_memory
-from training.objectives import LanguageModelling, MaskedLanguageModelling
+from training import cli, processes, run
+from training.environment import configure_jax
+from training.initial_weights import compare
+from training.objectives.language import LanguageModelling
+from training.objectives.masked import MaskedLanguageModelling
 from training.processes import Distributed
-from training.run_files import write_run_files
-from training.sharding import check_shards, make_mesh, report_exchanges, report_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +76,7 @@ def load(recipe: Path, flags: RunFlags) -> Config | MaskedConfig:
 
 def train(config: Config | MaskedConfig, run_dir: Path, init_from: Path | None = None, reset: str | None = None, *,
           started: float | None = None, stall_seconds: float | None = None) -> int:
-    """Check the inputs, write the run's config and environment, train, and report; returns the exit code.
+    """Train a run; returns the exit code.
 
     Args:
         config: validated config.
@@ -97,139 +85,25 @@ def train(config: Config | MaskedConfig, run_dir: Path, init_from: Path | None =
         reset: which parameters to initialise randomly instead.
         started: ``time.perf_counter()`` where the wall clock of the run starts; None: now.
         stall_seconds: see :class:`training.processes.Distributed`.
-    """
-    started = time.perf_counter() if started is None else started
-    with processes.first_then_rest():  # the first prepares the corpus if needed
-        corpora, objective = check_data_and_devices(config, run_dir)
-    model, mesh = objective.model, make_mesh(config)
-    check_memory(config, model, mesh)
-    runs.check_processes_agree(config, run_dir, corpora.checksum)
-    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, mesh)
-    begun_with = None if initial is None else {"run": str(initial.run), "step": initial.step, "reset": reset}
-    with runs.locked(run_dir):
-        newest, finished = processes.from_first(lambda: begin(config, run_dir, corpora, model, begun_with))
-        if finished:
-            return 0
-        verification = Verification(corpora.verify) if config.data.verify else None
-        if initial is not None:
-            assert isinstance(config, Config)
-            save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
-            newest = 0
-        outcome = loop.train(config, objective, run_dir, started=started, step=newest, verification=verification,
-                             stall_seconds=stall_seconds)
-    return cli.report_outcome(run_dir, outcome)
-
-
-def begin(config: Config | MaskedConfig, run_dir: Path, corpora: Corpora, model: GPT | MaskedModel,
-          begun_with: dict[str, Any] | None) -> tuple[int | None, bool]:
-    """Write the run's config and environment, unless it is finished.
-
-    Args:
-        config: validated config.
-        run_dir: run folder.
-        corpora: the data.
-        model: the abstract model.
-        begun_with: the run that initialises this one, its step, and what is reset.
-
-    Returns:
-        as :func:`training.run.newest_step`.
 
     Raises:
-        ConfigError: the run was started with other flags, or is another one.
+        as :func:`training.run.train`.
     """
-    before = runs.check_folder(config, run_dir)  # again: another process may have started the run since
-    newest, finished = runs.newest_step(config, run_dir)
-    if finished:
-        return newest, finished
-    if begun_with is None:
-        begun_with = before.get("init_from")
-        if newest is None and begun_with is not None:
-            # Without the flag it would differ from its environment.json.
-            raise ConfigError(f"{run_dir} was started with --init-from {begun_with['run']} and has no intact "
-                              "checkpoint; repeat the flag or choose another --run-dir")
-    parameters = count_parameters(model)
-    write_run_files(run_dir, config, environment(
-        encoder_of(model), parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
-        segments=config.data.packing == "documents")
-        | {CHECKPOINTED: newest is not None} | ({} if corpora.image is None else {"image": corpora.image})
-        | ({} if begun_with is None else {"init_from": begun_with}))
-    status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
-           f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")
-    if config.data.packing == "documents":
-        padding = corpora.padding("train", config.model.context, config.data.packing)
-        note(f"data.packing documents: {padding:.2%} of the training positions are padding")
-    return newest, finished
+    return run.train(config, run_dir, load_objective, started=time.perf_counter() if started is None else started,
+                     stall_seconds=stall_seconds, init_from=init_from, reset=reset)
 
 
-def check_data_and_devices(config: Config | MaskedConfig, run_dir: Path) -> tuple[Corpora, LanguageModelling]:
-    """Check that run folder, corpus, devices and model fit together. Writes nothing.
-
-    Returns:
-        the corpora and the objective.
-
-    Raises:
-        ConfigError, NotImplementedError: they do not fit together.
-        LineargptError: the folder or the corpus is damaged.
-    """
-    before = runs.check_folder(config, run_dir)
-    logging.check(config.logging)
+def load_objective(config: Config | MaskedConfig) -> LanguageModelling:
+    """The objective of a config; raises as :func:`data.loader.open_corpora`."""
     corpora = open_corpora(config.data)
-    runs.check_corpus(before, corpora.checksum, corpora, run_dir)
-    corpora.check_context(config.model.context, config.data.packing)
-    mesh = make_mesh(config)
-    objective = (MaskedLanguageModelling(config, corpora) if isinstance(config, MaskedConfig) else
-                 LanguageModelling(config, corpora))
-    model = encoder_of(objective.model)
-    check_shards(mesh, objective.model)
-    report_mesh(mesh, config)
-    report_exchanges(mesh, model)
-    if isinstance(model, GPT):
-        samples.check(config.train, model)
-    check_packing(config.data.packing, model)
-    # Tracing raises the errors of kernels that do not support the config.
-    tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
-    segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
-    nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.forward(tokens_BT, segment_ids_BT=segment_ids_BT),
-                   model, tokens_BT, segment_ids_BT)
-    return corpora, objective
-
-
-def encoder_of(model: GPT | MaskedModel) -> GPT | Encoder:
-    """The model without its head, if that is separate."""
-    return model.encoder if isinstance(model, MaskedModel) else model
+    if isinstance(config, MaskedConfig):
+        return MaskedLanguageModelling(config, corpora)
+    return LanguageModelling(config, corpora)
 
 
 def planned_model(config: Config | MaskedConfig, run_dir: Path) -> GPT | MaskedModel:
-    """The abstract model of a run, for the estimates of sweep.py; raises as :func:`check_data_and_devices`."""
-    _, objective = check_data_and_devices(config, run_dir)
-    return objective.model
-
-
-def check_packing(packing: str, model: GPT | Encoder) -> None:
-    """Raises :class:`ConfigError` if ``packing`` is documents and a mode cannot separate them."""
-    causal = isinstance(model, GPT)
-    layers = [block.attention for block in model.blocks if not block.attention.packs(causal=causal)]
-    if packing == "documents" and layers:
-        raise ConfigError(f"data.packing documents: attention mode {layers[0].name!r} cannot separate the documents "
-                          "of a row; expected stream")
-
-
-def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path | None,
-                    reset: str | None, mesh: Mesh) -> InitialWeights | None:
-    """The initial weights of ``run_dir`` from ``init_from``, sharded over a mesh; None if it has checkpoints already.
-
-    Raises:
-        ConfigError: the models differ, or ``init_from`` is not a run.
-    """
-    if init_from is None:
-        return None
-    with Checkpoints(run_dir / "checkpoints") as checkpoints:
-        if checkpoints.steps():
-            note(f"--init-from {init_from} is ignored: {run_dir} resumes from its own checkpoint")
-            return None
-    taken = read_initial_weights(init_from, model, tokenizer, reset=reset, mesh=mesh)
-    note(f"--init-from {init_from}, step {taken.step:,}: {taken.summary}")
-    return taken
+    """The abstract model of a run, for the estimates of sweep.py; raises as :func:`training.run.check`."""
+    return run.check(config, run_dir, load_objective).model
 
 
 def command(arguments: Sequence[str]) -> int:

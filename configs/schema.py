@@ -255,13 +255,17 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
-class _Run:
+class RunConfig:
     """Base class of the configs of a run."""
 
     COMMAND: ClassVar[str]
     """The command that trains it."""
     KIND: ClassVar[str]
     """What it trains."""
+    FIXED: ClassVar[Mapping[str, Any]] = {}
+    """Fields that can have only one value, by dotted name."""
+    CORPUS: ClassVar[tuple[str, ...]] = ("tokenizer", "packing")
+    """Fields of ``data`` that a resumed run must not change, besides those that the checksum of the data covers."""
 
     model: Any = None
     data: Any = None
@@ -310,7 +314,7 @@ def _tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Config(_Run):
+class Config(RunConfig):
     """Config of a language-model run."""
 
     COMMAND: ClassVar[str] = "train.py"
@@ -321,40 +325,45 @@ class Config(_Run):
 
 
 @dataclass(frozen=True)
-class MaskedConfig(_Run):
+class MaskedConfig(RunConfig):
     """Config of a masked-language-model run."""
 
     COMMAND: ClassVar[str] = "train.py"
     KIND: ClassVar[str] = "masked-language-model"
+    FIXED: ClassVar[Mapping[str, Any]] = {"train.sample_every": 0, "model.pooling": "none", "model.towers": 1}
 
     model: EncoderConfig = field(default_factory=EncoderConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 
 @dataclass(frozen=True)
-class LraConfig(_Run):
+class LraConfig(RunConfig):
     """Config of a classifier run on a task of the Long Range Arena."""
 
     COMMAND: ClassVar[str] = "lra.train"
     KIND: ClassVar[str] = "classifier"
+    FIXED: ClassVar[Mapping[str, Any]] = {"train.sample_every": 0}
+    CORPUS: ClassVar[tuple[str, ...]] = ("task",)
 
     model: EncoderConfig = field(default_factory=EncoderConfig)
     data: TaskConfig = field(default_factory=TaskConfig)
 
 
 @dataclass(frozen=True)
-class SpeechConfig(_Run):
+class SpeechConfig(RunConfig):
     """Config of a run of speech recognition."""
 
     COMMAND: ClassVar[str] = "speech.train"
     KIND: ClassVar[str] = "speech-recognition"
+    FIXED: ClassVar[Mapping[str, Any]] = MaskedConfig.FIXED
+    CORPUS: ClassVar[tuple[str, ...]] = ("corpus",)
 
     model: EncoderConfig = field(default_factory=EncoderConfig)
     data: SpeechDataConfig = field(default_factory=SpeechDataConfig)
 
 
-RunConfig = Config | MaskedConfig | LraConfig | SpeechConfig
-"""The config of any run."""
+CONFIGS = (Config, MaskedConfig, LraConfig, SpeechConfig)
+"""The configs of all runs."""
 
 
 def check_format(values: dict[str, Any], source: object) -> None:
@@ -374,7 +383,7 @@ def check_format(values: dict[str, Any], source: object) -> None:
                        "wrote the file, or train the run again")
 
 
-def check_types(values: dict[str, Any], source: object, kind: type["_Run"] | None = None) -> None:
+def check_types(values: dict[str, Any], source: object, kind: type[RunConfig] | None = None) -> None:
     """Checks the format version of a ``config.json`` and the types of the fields that this version knows.
 
     Args:
@@ -411,7 +420,7 @@ def _written_groups(values: dict[str, Any]) -> dict[str, Any]:
 
 def config_class(values: dict[str, Any]) -> type[RunConfig]:
     """The class of the config in a ``config.json``; by its fields, if it is older than the entry ``kind``."""
-    for config in (Config, MaskedConfig, LraConfig, SpeechConfig):
+    for config in CONFIGS:
         if values.get("kind") == config.KIND:
             return config
     model, data = values.get("model"), values.get("data")

@@ -26,7 +26,6 @@ import numpy as np
 from benchmarks import report
 from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, LraConfig, TaskConfig, TrainConfig
-from lra.classification import Classification
 from lra.tasks import Dataset, Split
 from models import attention
 from models.encoder import resolve_config
@@ -34,7 +33,8 @@ from models.mode_text import HELP, mode_config, split_mode
 from support.command import status
 from support.errors import ConfigError
 from support.files import read_json
-from training.examples import compiled_step
+from training.objectives.classification import Classification
+from training.objectives.examples import compiled_step
 
 MODULE = "lra.efficiency"
 BYTES = 257

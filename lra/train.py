@@ -28,16 +28,16 @@ from flax import nnx
 
 from configs.schema import LraConfig
 from lra import tasks
-from lra.classification import Classification
 from models.encoder import Classifier
 from support.errors import ConfigError
 from support.files import cache_folder
-from training import cli, scored
+from training import cli, run
+from training.objectives.classification import Classification
 from training.processes import Distributed
 
 
 @dataclasses.dataclass(frozen=True)
-class RunFlags(scored.RunFlags):
+class RunFlags(cli.DataFlags):
     """The flags that are not fields of the config."""
 
     preset: Literal["paper", "released", "tuned"] = "tuned"
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None =
           ) -> cli.CommandLine[LraConfig, RunFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
     return cli.parse_command_line(
-        arguments, RunFlags, lambda recipe, flags: scored.load_config(LraConfig, recipe, flags, preset=flags.preset),
+        arguments, RunFlags, lambda recipe, flags: cli.load_config(LraConfig, recipe, flags, preset=flags.preset),
         prog="python -m lra.train", usage=USAGE, amend=fit_context, join=join, own_flags=(
             "--preset paper, released or tuned, and --data-dir DIR, the folder of the task's files"))
 
@@ -74,16 +74,14 @@ def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, context=length))
 
 
-def check_data_and_devices(config: LraConfig, run_dir: Path) -> Classification:
-    """The objective of a run; raises as :func:`training.scored.check_objective`."""
-    return scored.check_objective(
-        config, run_dir, lambda: Classification(config, load_data(config)),
-        f"this one of {config.data.task} (with its data.max_length, train_examples and val_examples)")
+def load_objective(config: LraConfig) -> Classification:
+    """The objective of a config; raises as :func:`load_data`."""
+    return Classification(config, load_data(config))
 
 
 def planned_model(config: LraConfig, run_dir: Path) -> Classifier:
-    """The abstract model of a run; raises as :func:`training.scored.plan`."""
-    return scored.plan(config, run_dir, lambda: Classifier(
+    """The abstract model of a run; raises as :func:`training.run.plan`."""
+    return run.plan(config, run_dir, lambda: Classifier(
         config.model, tasks.vocabulary(config.data.task), rngs=nnx.Rngs(0)))
 
 
@@ -97,12 +95,12 @@ def load_data(config: LraConfig) -> tasks.Dataset:
     data = config.data
     return tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
                       max_length=data.max_length, train_examples=data.train_examples,
-                      val_examples=data.val_examples, seed=scored.DATA_SEED, cache=cache_folder("lra"))
+                      val_examples=data.val_examples, seed=run.DATA_SEED, cache=cache_folder("lra"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.scored.run`."""
-    return scored.run("lra.train", parse, check_data_and_devices, arguments, started=_STARTED)
+    """The command; see :func:`training.run.main`."""
+    return run.main("lra.train", parse, load_objective, arguments, started=_STARTED)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from configs.schema import SpeechDataConfig
+from data.utterances import BINS, Dataset
 from speech import folders, synthetic
-from speech.utterances import BINS, Dataset
 from support.errors import ConfigError
 from support.files import cache_folder
 

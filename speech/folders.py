@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 from jaxtyping import Float, Int
 
-from speech.utterances import (
+from data.utterances import (
     BINS,
     SPLITS,
     ComputedFeatures,
@@ -91,7 +91,7 @@ class _Read(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """Frames in a mapped file; see :class:`speech.utterances.Frames`."""
+    """Frames in a mapped file; see :class:`data.utterances.Frames`."""
 
     frames_FK: Float[np.ndarray, "F K"]
     """Those of all utterances, one after the other."""

@@ -28,8 +28,8 @@ from models import attention
 from models.encoder import resolve_config
 from models.mode_text import HELP, mode_config
 from speech import synthetic
-from speech.recognition import Recognition
-from training.examples import compiled_step
+from training.objectives.examples import compiled_step
+from training.objectives.recognition import Recognition
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from speech.utterances import BINS, Dataset, Split, checksum, padded
+from data.utterances import BINS, Dataset, Split, checksum, padded
 from support.errors import ConfigError
 
 SYMBOLS = tuple(string.ascii_lowercase[:20])
@@ -47,7 +47,7 @@ class _Parts(NamedTuple):
 
 
 class Tones:
-    """The frames of generated utterances; see :class:`speech.utterances.Frames`.
+    """The frames of generated utterances; see :class:`data.utterances.Frames`.
 
     Args:
         seed: of the corpus.

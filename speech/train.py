@@ -26,11 +26,11 @@ from pathlib import Path
 from flax import nnx
 
 from configs.schema import SpeechConfig
+from data.utterances import Dataset
 from models.recogniser import Recogniser
 from speech import corpora
-from speech.recognition import Recognition
-from speech.utterances import Dataset
-from training import cli, scored
+from training import cli, run
+from training.objectives.recognition import Recognition
 from training.processes import Distributed
 
 USAGE = """usage: python -m speech.train RECIPE [--attention MODE[,MODE…]] [--run-dir DIR] [--data-dir DIR]
@@ -41,35 +41,33 @@ all fields:  python -m speech.train configs/speech/synthetic.py --help"""
 
 
 def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
-          ) -> cli.CommandLine[SpeechConfig, scored.RunFlags]:
+          ) -> cli.CommandLine[SpeechConfig, cli.DataFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
     return cli.parse_command_line(
-        arguments, scored.RunFlags, functools.partial(scored.load_config, SpeechConfig), prog="python -m speech.train",
+        arguments, cli.DataFlags, functools.partial(cli.load_config, SpeechConfig), prog="python -m speech.train",
         usage=USAGE, join=join, own_flags="--data-dir DIR: the folder of the corpus.")
 
 
 def load_data(config: SpeechConfig) -> Dataset:
     """The corpus of a config; raises as :func:`speech.corpora.load`."""
-    return corpora.load(config.data, context=config.model.context, seed=scored.DATA_SEED)
+    return corpora.load(config.data, context=config.model.context, seed=run.DATA_SEED)
 
 
-def check_data_and_devices(config: SpeechConfig, run_dir: Path) -> Recognition:
-    """The objective of a run; raises as :func:`training.scored.check_objective`."""
-    return scored.check_objective(
-        config, run_dir, lambda: Recognition(config, load_data(config)),
-        f"this one of {config.data.corpus} (with its data.train_utterances and val_utterances)")
+def load_objective(config: SpeechConfig) -> Recognition:
+    """The objective of a config; raises as :func:`load_data`."""
+    return Recognition(config, load_data(config))
 
 
 def planned_model(config: SpeechConfig, run_dir: Path) -> Recogniser:
-    """The abstract model of a run; raises as :func:`training.scored.plan` and :func:`speech.corpora.sizes`."""
+    """The abstract model of a run; raises as :func:`training.run.plan` and :func:`speech.corpora.sizes`."""
     features, symbols = corpora.sizes(config.data, context=config.model.context)
-    return scored.plan(config, run_dir, lambda: Recogniser(
+    return run.plan(config, run_dir, lambda: Recogniser(
         config.model, features=features, symbols=symbols + 1, rngs=nnx.Rngs(0)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.scored.run`."""
-    return scored.run("speech.train", parse, check_data_and_devices, arguments, started=_STARTED)
+    """The command; see :func:`training.run.main`."""
+    return run.main("speech.train", parse, load_objective, arguments, started=_STARTED)
 
 
 if __name__ == "__main__":

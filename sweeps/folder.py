@@ -11,7 +11,7 @@ from support.json_files import write
 from sweeps.plan import PlannedRun
 from training.checkpoint import Checkpoints
 from training.metrics import read_blocks
-from training.run import SWEEP_RECORD
+from training.run_folder import SWEEP_RECORD
 
 
 def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:

@@ -119,7 +119,7 @@ def module_of(command: str, where: str) -> ModuleType:
 
 def trains(module: ModuleType) -> bool:
     """Whether a command trains a run from a recipe; otherwise it is a benchmark."""
-    return hasattr(module, "check_data_and_devices")
+    return hasattr(module, "planned_model")
 
 
 def parse(module: ModuleType, variation: Variation, where: str) -> Any:

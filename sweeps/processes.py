@@ -18,7 +18,7 @@ from support.locks import locked
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
 from sweeps.plan import PlannedRun
-from training.run import OUTPUT, in_training
+from training.run_folder import OUTPUT, in_training
 
 POLL_SECONDS = 0.1
 REDRAW_SECONDS = 1.0

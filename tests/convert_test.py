@@ -24,7 +24,7 @@ from models.gpt import GPT, resolve_config
 from support.errors import ConfigError, RunError, WeightsError
 from tests import tiny
 from training.checkpoint import Checkpoints
-from training.run import load_model
+from training.loading import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -195,7 +195,7 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
     (tmp_path / "linear" / "metrics.jsonl").unlink()
     before = (tmp_path / "linear" / "environment.json").read_bytes()
     assert tiny.run(recipe, "--run-dir", tmp_path / "linear") == 2
-    assert f"was started with --init-from {tmp_path / 'back'} and has no intact" in capsys.readouterr().err
+    assert f"was started with init_from {tmp_path / 'back'} and has no intact" in capsys.readouterr().err
     assert (tmp_path / "linear" / "environment.json").read_bytes() == before
     assert tiny.run(recipe, "--attention", "softmax", "--run-dir", tmp_path / "back") == 2
     assert f"{tmp_path / 'back'} holds published weights" in capsys.readouterr().err

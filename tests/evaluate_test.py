@@ -25,7 +25,7 @@ from data.token_files import TokenFiles
 from tests import several_devices, tiny
 from tests.edited import edited
 from training import evaluation
-from training.run import load_model
+from training.loading import load_model
 
 
 @pytest.fixture(autouse=True)

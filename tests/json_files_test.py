@@ -34,8 +34,11 @@ from support.errors import ConfigError, JsonError, LineargptError
 from tests.comparison.made import write_run, write_windows
 from tests.edited import contents, edited
 from tests.lra import accuracy_test
-from training import accounting, checkpoint, loop, run
+from training import accounting, checkpoint, loading
 from training.environment import add_to_environment
+from training.position import Position, is_finished
+from training.position import read_position as position_of
+from training.run_files import load_config, read_environment, write_run_files
 
 OTHERS = (None, True, -1, math.nan, 10**30, "../\ud800\x1b[31m", [], {"x": 10**30}, ...)
 """In place of each value; the last one: it is missing."""
@@ -81,7 +84,7 @@ def compared_run(folder: Path) -> Path:
 def draw(file: Path) -> None:
     """What compare.py does, and what the other commands do first."""
     with contextlib.suppress(LineargptError, ConfigError):
-        run.read_config(file.parent)
+        load_config(file.parent)
     other = file.parent.with_name("other")
     if not other.exists():
         write_run(other, "chunked", steps=3, every=1)
@@ -103,9 +106,9 @@ def environment(folder: Path) -> Path:
     return path
 
 
-def read_environment(file: Path) -> None:
+def use_environment(file: Path) -> None:
     draw(file)
-    run.image_format(run.run_files.read_environment(file.parent))
+    loading.image_format(read_environment(file.parent))
 
 
 def corpus(folder: Path) -> Path:
@@ -176,13 +179,13 @@ def study(folder: Path) -> Path:
 def position(folder: Path) -> Path:
     path = folder / "5" / checkpoint.JSON_ITEM / checkpoint.JSON_FILE
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(vars(loop.Position(5, 5, 1.5, 2.5))))
+    path.write_text(json.dumps(vars(Position(5, 5, 1.5, 2.5))))
     return path
 
 
 def read_position(file: Path) -> None:
     items = checkpoint.Checkpoints(file.parents[2]).load(5, {checkpoint.JSON_ITEM: None})
-    loop.is_finished(Config(), loop.read_position(items[checkpoint.JSON_ITEM], file.parents[1]))
+    is_finished(Config(), position_of(items[checkpoint.JSON_ITEM], file.parents[1]))
 
 
 def loss(folder: Path) -> Path:
@@ -205,13 +208,13 @@ def published(folder: Path) -> Path:
 def sampled_run(folder: Path) -> Path:
     """As of train.py, without checkpoints."""
     model = attentions.resolve(ModelConfig())
-    run.run_files.write_run_files(folder, Config(model=model), {"vocabulary_size": 257})
+    write_run_files(folder, Config(model=model), {"vocabulary_size": 257})
     return folder / "config.json"
 
 
 KINDS = {
     "config.json": Kind(lambda folder: compared_run(folder) / "config.json", draw),
-    "environment.json": Kind(environment, read_environment),
+    "environment.json": Kind(environment, use_environment),
     "evaluation.json": Kind(lambda folder: compared_run(folder) / "evaluation.json", draw),
     "test.json": Kind(published, lambda file: accuracy.load(file.parent)),
     "timing.json": Kind(timing, lambda file: str(accounting.Timing.of_run(file.parent, 0.0))),
@@ -257,7 +260,7 @@ def test_a_config_that_no_run_can_have_is_refused_by_its_file(group, field, valu
     with edited(file := sampled_run(tmp_path)) as values:
         values[group][field] = value
     with pytest.raises((ConfigError, JsonError)) as caught:
-        run.read_run(tmp_path)
+        loading.read_run(tmp_path)
     assert str(caught.value).startswith(f"{file}{message}")
 
 
@@ -267,20 +270,20 @@ def test_a_seed_that_a_changed_bit_makes_is_noticed_and_one_of_the_user_is_taken
     file.write_text(whole.replace('"seed": 0', '"seed": 1'))
     with pytest.raises(JsonError, match=r"config\.json is damaged, or was changed by hand: .*contents_sha256; restore "
                                         r"the file or, if the change is yours, delete that entry$"):
-        run.read_config(tmp_path)
+        load_config(tmp_path)
     with edited(file):
         pass
-    assert run.read_config(tmp_path).train.seed == 1
+    assert load_config(tmp_path).train.seed == 1
 
 
 def test_environment_json_keeps_a_checksum_of_what_is_added(tmp_path):
     file = tmp_path / "environment.json"
     json_files.write(file, {"parameters": 5, "dtype": "float32"})
     add_to_environment(tmp_path, step_bytes=7)
-    assert run.run_files.read_environment(tmp_path) == {"parameters": 5, "dtype": "float32", "step_bytes": 7}
+    assert read_environment(tmp_path) == {"parameters": 5, "dtype": "float32", "step_bytes": 7}
     file.write_text(file.read_text().replace(": 7", ": 5"))
     with pytest.raises(JsonError, match=r"environment\.json is damaged, or was changed by hand"):
-        run.run_files.read_environment(tmp_path)
+        read_environment(tmp_path)
 
 
 @pytest.mark.parametrize("make", [partial, corpus, part, sampled_run],

@@ -24,7 +24,7 @@ from support.errors import ConfigError
 from tests import several_devices
 from tests.edited import edited
 from training.checkpoint import Checkpoints
-from training.run import load_model
+from training.loading import load_model
 
 ROOT = Path(sample.__file__).parent
 
@@ -356,7 +356,7 @@ import sys
 from pathlib import Path
 import jax
 import sample
-from training.run import load_model
+from training.loading import load_model
 from training.sharding import inference_mesh
 
 model = load_model(Path(sys.argv[1]), mesh=inference_mesh(2)).model

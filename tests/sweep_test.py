@@ -28,7 +28,7 @@ from sweeps import estimates, folder, plan, processes
 from tests import tiny
 from tests.comparison.made import read_lines, write_lines, write_run
 from tests.edited import edited
-from training.run import in_training
+from training.run_folder import in_training
 
 FAKE = '''
 import json, os, signal, sys, time

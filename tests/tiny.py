@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import train
 from data.prepare import prepare
 from tests import several_devices
 from training.checkpoint import Checkpoints
+from training.metrics import MetricsWriter
 
 ROOT = Path(train.__file__).parent
 
@@ -86,6 +87,21 @@ def start_together(*arguments: object, of_each: tuple[tuple[object, ...], ...] =
     return [start(*arguments, *own, "--distributed.coordinator", address, "--distributed.processes", len(of_each),
                   "--distributed.process", index, **several_devices.environment(devices))
             for index, own in enumerate(of_each)]
+
+
+@contextmanager
+def before_line(step: int, act: Callable[[], object]) -> Iterator[None]:
+    """Within, ``act`` is called before a run writes the train line of a step."""
+    write = MetricsWriter.write
+
+    def write_line(self: MetricsWriter, record: dict[str, Any]) -> None:
+        if (record["split"], record["step"]) == ("train", step):
+            act()
+        write(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", write_line)
+        yield
 
 
 def lines(run_dir: Path, split: str | None = None) -> list[dict]:

@@ -24,7 +24,7 @@ from data.prepare import prepare
 from data.token_files import TokenFiles
 from models import attention as attentions
 from tests import edited, tiny
-from training import run as runs
+from training import run_folder
 from training.checkpoint import Checkpoints
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_goes_on_another_way_says_what_changes(recipe, finished, caps
     def said(*flags: str) -> str:
         config = train.parse([str(recipe), *flags]).config
         capsys.readouterr()
-        assert runs.newest_step(config, finished) == (7, False)
+        assert run_folder.newest_step(config, finished) == (7, False)
         return capsys.readouterr().err.removeprefix(f"note: {finished} resumes from step 7\n")
 
     assert said("--train.steps", "9", "--optimizer.learning-rate", "0.02", "--optimizer.clip-norm", "None",
@@ -181,7 +181,7 @@ def test_a_finished_run_that_is_extended_says_how_its_learning_rate_changes(reci
     def said(*flags: str) -> str:
         config = train.parse([str(recipe), *flags]).config
         capsys.readouterr()
-        assert runs.newest_step(config, run_dir) == (7, False)
+        assert run_folder.newest_step(config, run_dir) == (7, False)
         return capsys.readouterr().err.removeprefix(f"note: {run_dir} resumes from step 7\n")
 
     # The cosine from 0.01 to 0.001 is at its end after 7 steps of 7, and half-way after 7 of 14.
@@ -198,7 +198,7 @@ def test_a_run_of_the_earlier_cosine_says_that_it_changes(recipe, run_dir, capsy
         values["format"], values["train"]["steps"], values["optimizer"]["warmup_steps"] = 1, 50, 5
     config = train.parse([str(recipe), "--train.steps", "50", "--optimizer.warmup-steps", "5"]).config
     capsys.readouterr()
-    runs.newest_step(config, run_dir)
+    run_folder.newest_step(config, run_dir)
     earlier, now = (1e-3 + 9e-3 * (1 + math.cos(math.pi * share)) / 2 for share in (7 / 50, 2 / 45))
     assert capsys.readouterr().err == (
         f"note: {run_dir} resumes from step 7\nnote: optimizer.schedule is cosine now, cosine from step 0 at the last "
@@ -281,7 +281,7 @@ def test_a_chunk_that_changes_the_function_may_not_change(recipe, tmp_path, caps
 def test_documents_side_by_side_need_a_mode_that_keeps_them_apart(recipe, tmp_path, capsys):
     message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", "softmax,bigbird",
                       "--data.packing", "documents")
-    assert "data.packing documents: attention mode 'bigbird' cannot separate the documents of a row" in message
+    assert "data.packing is documents; expected stream: attention mode 'bigbird' cannot separate" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -649,8 +649,8 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
     flags = ["--init-from.reset", "attention"] if reset else []
     assert tiny.run(recipe, "--attention", "chunked", "--run-dir", tmp_path / "run", "--init-from", softmax_run,
                     *flags) == 0
-    said = next(line for line in capsys.readouterr().err.splitlines() if "--init-from" in line)
-    assert said.startswith(f"note: --init-from {softmax_run}, step 2: loaded: ")
+    said = next(line for line in capsys.readouterr().err.splitlines() if "init_from" in line)
+    assert said.startswith(f"note: init_from {softmax_run}, step 2: loaded: ")
     taken, new = said.split("; new: ")
     assert "token_embedding" in taken
     assert "optimizer state, step and clocks" in new
@@ -703,7 +703,7 @@ def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finis
 def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run, run_dir, capsys):
     straight = contents(run_dir / "checkpoints" / "7")
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--init-from", softmax_run) == 0
-    assert f"note: --init-from {softmax_run} is ignored: {run_dir} resumes" in capsys.readouterr().err
+    assert f"note: init_from {softmax_run} is ignored: {run_dir} resumes" in capsys.readouterr().err
     assert contents(run_dir / "checkpoints" / "7") == straight
     assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 9))
     assert "init_from" not in json.loads((run_dir / "environment.json").read_text())
@@ -742,7 +742,7 @@ def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_pa
 ])
 def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, capsys, arguments, message):
     said = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, *arguments)
-    assert f"--init-from {softmax_run}: " in said
+    assert f"init_from {softmax_run}: " in said
     assert message in said
     assert not (tmp_path / "run").exists()
 
@@ -750,7 +750,7 @@ def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, c
 def test_a_config_that_cannot_be_run_is_compared_with_the_run_of_its_weights(recipe, finished, tmp_path, capsys):
     flags = ("--model.positions", "rotary", "--model.heads", 16)  # widths of 1, which rotary positions cannot have
     message = refused(capsys, 2, recipe, *flags, "--init-from", finished, "--run-dir", tmp_path / "run")
-    assert message.endswith("the head width 1; expected an even head width; --init-from "
+    assert message.endswith("the head width 1; expected an even head width; init_from "
                             f"{finished}: model.heads is 2 there and 16 here; model.positions is learned there and "
                             "rotary here; model.head_width is 8 there and 1 here")
     message = refused(capsys, 2, recipe, *flags, "--init-from", tmp_path / "nowhere")
@@ -758,7 +758,7 @@ def test_a_config_that_cannot_be_run_is_compared_with_the_run_of_its_weights(rec
 
 
 def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, finished, tmp_path, capsys, monkeypatch):
-    locked = runs.locked
+    locked = run_folder.locked
 
     @contextlib.contextmanager
     def after_another(run_dir):
@@ -768,8 +768,8 @@ def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, fin
             (run_dir / "environment.json").write_text(json.dumps(values))
             yield
 
-    monkeypatch.setattr(runs, "locked", after_another)
-    assert "was started with --init-from theirs and has no intact checkpoint" in refused(
+    monkeypatch.setattr(run_folder, "locked", after_another)
+    assert "was started with init_from theirs and has no intact checkpoint" in refused(
         capsys, 2, recipe, "--run-dir", tmp_path / "run")
 
 

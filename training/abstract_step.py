@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from configs.schema import Config
 from data.loader import Batch
 from training.optimizer import decay_mask, make_optimizer
-from training.sharding import batch_sharding, state_shardings
+from training.sharding import batch_sharding, state_shardings, with_shardings
 from training.step import TrainState, abstract_model, initial_state, jit_step, make_train_step
 
 
@@ -19,15 +19,14 @@ def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = No
     model = abstract_model(config, vocabulary_size)
     transform = make_optimizer(config.optimizer, decay_mask(model))
     state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
-    of_tokens: Any = None
+    token_sharding: Any = None
     options: dict[str, Any] = {}
     if mesh is not None:
         shardings = state_shardings(mesh, model, state)
-        state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state,
-                             shardings)
-        of_tokens, options = batch_sharding(mesh), {"out_shardings": (shardings, None)}
+        state = with_shardings(state, shardings)
+        token_sharding, options = batch_sharding(mesh), {"out_shardings": (shardings, None)}
     step = jit_step(make_train_step(model, config, transform), model, deterministic=config.train.deterministic,
                     **options)
     tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
-                                          sharding=of_tokens)
+                                          sharding=token_sharding)
     return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))

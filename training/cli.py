@@ -8,13 +8,11 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from configs.schema import RunConfig
+from configs.schema import RunConfig, load_recipe
 from models import attention as attentions
-from support.command import status
 from support.errors import ConfigError
 from support.flags import checked_flags, flag_types
 from training.config_validation import validate_config
-from training.loop import Outcome
 from training.processes import Distributed
 
 
@@ -26,6 +24,22 @@ class RunFlags:
     """Attention mode, or a comma-separated pattern over layers. None: the recipe's."""
     run_dir: Path | None = None
     """Run folder. None: runs/RECIPE-ATTENTION."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFlags(RunFlags):
+    """:class:`RunFlags` of a command whose data may be in a folder."""
+
+    data_dir: str | None = None
+    """Folder of the data: --data.dir."""
+
+
+def load_config[C: RunConfig](kind: type[C], recipe: Path, flags: DataFlags, **given: Any) -> C:
+    """The config of a recipe with these flags; ``given`` as in :func:`configs.schema.load_recipe`."""
+    config: Any = load_recipe(recipe, flags.attention, kind, **given)
+    if flags.data_dir is None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
 
 
 class CommandLine[C: RunConfig, F: RunFlags](NamedTuple):
@@ -113,18 +127,3 @@ def parse_command_line[C: RunConfig, F: RunFlags](
         raise ConfigError("; ".join(filter(None, (str(error), explain(asked, flags))))) from error
     run_dir = flags.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(config.model.attention)}"
     return CommandLine(recipe, flags, config, run_dir, asked, parsed.distributed)
-
-
-def report_outcome(run_dir: Path, outcome: Outcome) -> int:
-    """Prints the result of a run; returns the exit code."""
-    position = outcome.position
-    status(f"{run_dir}: {outcome.timing.wall_seconds:,.1f} s wall time: {outcome.timing}")
-    if outcome.signal is not None:
-        if position.step:
-            status(f"{run_dir}: stopped and saved at step {position.step:,}; repeat the command to resume")
-        else:
-            status(f"{run_dir}: stopped before its first step; repeat the command to start it")
-        return 128 + outcome.signal
-    status(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training, "
-           f"val loss {outcome.val_loss:.4f}")
-    return 0

@@ -9,11 +9,9 @@ import jax
 from configs.schema import (
     EARLIER_COSINE,
     Config,
-    MaskedConfig,
     MeshConfig,
     OptimizerConfig,
     RunConfig,
-    SpeechConfig,
     TrainConfig,
 )
 from data.tokenizers import PIXELS
@@ -34,12 +32,10 @@ def validate_config[C: RunConfig](config: C) -> C:
     """
     for group in dataclasses.fields(config):
         check_ranges(getattr(config, group.name), group.name)
-    if not isinstance(config, Config) and config.train.sample_every:
-        raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a {config.KIND} run")
-    if isinstance(config, MaskedConfig | SpeechConfig):
-        for name, value, expected in (("pooling", config.model.pooling, "none"), ("towers", config.model.towers, 1)):
-            if value != expected:
-                raise ConfigError(f"model.{name} is {value}; expected {expected} for a {config.KIND} run")
+    for name, expected in config.FIXED.items():
+        group, field = name.split(".")
+        if (value := getattr(getattr(config, group), field)) != expected:
+            raise ConfigError(f"{name} is {value}; expected {expected} for a {config.KIND} run")
     if isinstance(config, Config) and config.model.head == "logistics" and (
             (config.data.tokenizer, config.data.packing) != (PIXELS, "rows")):
         raise ConfigError(f"model.head is logistics, data.tokenizer {config.data.tokenizer} and data.packing "

@@ -31,7 +31,7 @@ CHECKPOINTED = "checkpointed"
 """Key of ``environment.json``: whether the run has ever had a checkpoint. Earlier versions did not write it."""
 
 
-def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,
+def environment(model: GPT | Encoder, *, parameters: int, checksum: str,
                 command: Sequence[str] | None = None, segments: bool = False) -> dict[str, Any]:
     """Versions, commit, devices, command line, corpus checksum, and the implementation of each attention mode.
 
@@ -48,7 +48,6 @@ def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None,
         "process_count": jax.process_count(),
         "command": list(sys.argv if command is None else command),
         "corpus_checksum": checksum,
-        "tokenizer": tokenizer,
         "vocabulary_size": model.vocab_size,
         "parameters": parameters,
         "dtype": model.config.dtype,

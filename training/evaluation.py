@@ -14,8 +14,7 @@ from data.loader import Batch, Corpora, fixed_batches, units_per_token
 from data.token_files import TokenFiles
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
-from training.objectives import put
-from training.sharding import batch_sharding
+from training.sharding import batch_sharding, put
 from training.window_losses import WindowLosses, windows_checksum
 
 

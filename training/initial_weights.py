@@ -1,4 +1,4 @@
-"""Initialisation of a run with the parameters of another: ``--init-from``."""
+"""Initialisation of a run with the parameters of another: ``init_from``."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,15 @@ from configs.schema import Config, ModelConfig, RunConfig
 from models.block import head_width
 from models.gpt import GPT
 from models.parameters import declarations
+from support.command import note
 from support.errors import ConfigError, RunError
 from training.checkpoint import Checkpoints
-from training.loop import Position
+from training.loading import load_model
+from training.objectives import Objective
 from training.optimizer import decay_mask, make_optimizer
-from training.run import load_model, read_config
+from training.position import Position
+from training.run_files import load_config
 from training.sharding import make_mesh, place, state_shardings
-from training.step import abstract_model, initial_state
 
 
 class InitialWeights(NamedTuple):
@@ -31,6 +33,18 @@ class InitialWeights(NamedTuple):
     """Number of updates of the other run."""
     summary: str
     """Summary of the parameters that are loaded, new and left out."""
+
+
+def read_unless_begun(run_dir: Path, run: Path, model: GPT, tokenizer: str, *, reset: str | None,
+                      mesh: Mesh) -> InitialWeights | None:
+    """:func:`read_initial_weights` for ``run_dir``; None, with a note, if it has checkpoints already."""
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        if checkpoints.steps():
+            note(f"init_from {run} is ignored: {run_dir} resumes from its own checkpoint")
+            return None
+    taken = read_initial_weights(run, model, tokenizer, reset=reset, mesh=mesh)
+    note(f"init_from {run}, step {taken.step:,}: {taken.summary}")
+    return taken
 
 
 def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | None = None,
@@ -61,7 +75,7 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
         [f"data.tokenizer is {source.config.data.tokenizer} there and {tokenizer} here"])
 
     def refuse(problem: str) -> ConfigError:
-        return ConfigError(f"--init-from {run}: {'; '.join([problem, *differing])}")
+        return ConfigError(f"init_from {run}: {'; '.join([problem, *differing])}")
 
     shared = {".".join(map(str, path)): declared.shared for path, declared in nnx.traversals.flatten_mapping(
         declarations(model)).items()}
@@ -102,13 +116,13 @@ def compare(run: Path, config: RunConfig) -> str:
     """The fields of the model that differ from those of a run, for the message about a config that cannot be run; empty
     if none does or the run cannot be read."""
     try:
-        theirs = read_config(run)
+        theirs = load_config(run)
     except (ConfigError, RunError, OSError):
         return ""
     if not isinstance(theirs, Config) or not isinstance(config, Config):
         return ""
     differing = _differing(theirs.model, config.model)
-    return f"--init-from {run}: {'; '.join(differing)}" if differing else ""
+    return f"init_from {run}: {'; '.join(differing)}" if differing else ""
 
 
 def _differing(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
@@ -118,18 +132,16 @@ def _differing(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
         ("head_width", head_width(theirs), head_width(ours))) if there != here]
 
 
-def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path, taken: InitialWeights) -> None:
+def save_initial_checkpoint(config: RunConfig, objective: Objective, run_dir: Path, taken: InitialWeights) -> None:
     """Write the checkpoint of step 0 from ``taken``, with new values for the other parameters and the optimizer.
 
     Raises:
         CheckpointError: it could not be written.
     """
-    model = abstract_model(config, vocabulary_size)
-    transform = make_optimizer(config.optimizer, decay_mask(model))
-    mesh = make_mesh(config)
-    shardings = state_shardings(mesh, model, jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform)))
-    parameters, variables = jax.jit(lambda: initial_state(config, vocabulary_size, transform)[:2],
-                                    out_shardings=shardings[:2])()
+    transform = make_optimizer(config.optimizer, decay_mask(objective.model))
+    shapes = jax.eval_shape(lambda: objective.initial(transform))
+    shardings = state_shardings(make_mesh(config), objective.model, shapes)
+    parameters, variables = jax.jit(lambda: objective.initial(transform)[:2], out_shardings=shardings[:2])()
 
     def chosen(path: Any, leaf: jax.Array) -> jax.Array:
         value = taken.parameters.get(jax.tree_util.keystr(path, simple=True, separator="."))

@@ -2,54 +2,38 @@
 
 import itertools
 import math
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from configs.schema import Config, RunConfig
+from configs.schema import RunConfig
 from data.verification import Verification
-from support import interrupts
-from support.command import error_stream, message, note, status
+from sampling.samples import Samples
+from support.command import message, note
 from support.errors import CheckpointError, TrainingError
-from support.json_files import Duration, Natural, check
 from training import autotuning, processes
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
-from training.checkpoint import JSON_FILE, JSON_ITEM, Checkpoints
+from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, note_checkpoint, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
-from training.objectives import Objective, Samples
-from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
+from training.objectives import Evaluator, Objective
+from training.optimizer import decay_mask, global_norm, make_optimizer
+from training.position import Clock, Position, has_reached_end, next_learning_rate, read_position
+from training.progress import ProgressBar
 from training.run_files import CONFIG, ENVIRONMENT, read_environment
-from training.sharding import batch_sharding, make_mesh, on_one_device, state_shardings
+from training.sharding import batch_sharding, make_mesh, on_one_device, state_shardings, with_shardings
+from training.signals import Signals, collect_signals
 from training.stall import StallWatch
 
 POLL_SECONDS = 0.2
 """Between two looks for a signal while the run waits."""
-
-
-@dataclass
-class Position:
-    """Progress of a run; saved with every checkpoint."""
-
-    step: Natural = 0
-    batches: Natural = 0
-    """Global batches consumed."""
-    train_seconds: Duration = 0.0
-    """Time spent on updates, excluding compilation, evaluation and checkpoints."""
-    wall_seconds: Duration = 0.0
-    """Total time."""
-    evaluation_due: bool = False
-    """Whether a signal ended the evaluation of this step; a resumed run begins with it."""
 
 
 class Outcome(NamedTuple):
@@ -65,8 +49,9 @@ class Outcome(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A dispatched step."""
+    """A dispatched step whose line is not written."""
 
+    step: int
     metrics: steps.StepMetrics
     learning_rate: float
 
@@ -87,48 +72,18 @@ class _Decision(NamedTuple):
     """Whether the run folder and its metrics file still have their names."""
 
 
-@dataclass
-class _Clock:
-    """Wall and training clock; the latter runs from :meth:`resume` to the last :meth:`split`."""
-
-    position: Position
-    started: float = field(default_factory=time.perf_counter)
-    _before: float = 0.0
-    _mark: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._before = self.position.wall_seconds
-
-    def resume(self) -> None:
-        self._mark = time.perf_counter()
-
-    def split(self, *, trains: bool = True) -> float:
-        """Seconds since the last split; ``trains``: whether they are training time."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        if trains:
-            self.position.train_seconds += seconds
-        self.read()
-        return seconds
-
-    def read(self) -> None:
-        self.position.wall_seconds = self._before + time.perf_counter() - self.started
-
-
-def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: float,
-          step: int | None = None, quiet: bool = False, verification: Verification | None = None,
-          stall_seconds: float | None = None) -> Outcome:
+def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: float, step: int | None = None,
+          verification: Verification, stall_seconds: float | None = None) -> Outcome:
     """Train in ``run_dir`` from a checkpoint, or from the start, to the end set by the config.
 
     With several processes, all call it with the same arguments. Process 0 decides what happens next, and writes.
 
     Args:
         config: validated config.
-        objective: model and data, such as :class:`training.objectives.LanguageModelling`.
+        objective: model and data.
         run_dir: run folder.
         started: ``time.perf_counter()`` at the start of the command, for the wall clock.
         step: of the checkpoint to resume from, known to be intact; None: from the start.
-        quiet: no progress bar.
         verification: of the data; the run ends with its error, without another checkpoint.
         stall_seconds: see :class:`training.processes.Distributed`.
 
@@ -158,25 +113,21 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         restored = None if step is None else _restore(checkpoints, step, shapes, shardings)
         timing.enter("compile")
         autotuning.restore(run_dir)
-        if restored is None:
-            state, position = jax.jit(initial, out_shardings=shardings)(), Position()
-        else:
-            state, position = restored
+        state, position = restored or (jax.jit(initial, out_shardings=shardings)(), Position())
         timing.enter("other")
         logs = writer = samples = None
         if first:
             logs = stack.enter_context(Logs(config, run_dir, step=position.step))
             writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
             samples = objective.samples(run_dir / "samples", keep_through=position.step)
-        clock = _Clock(position, started)
-        data_sharding = batch_sharding(mesh)
-        data = stack.enter_context(objective.batches(start=position.batches, sharding=data_sharding))
-        evaluate = objective.evaluator(data_sharding)
+        clock = Clock(position, started)
+        sharding = batch_sharding(mesh)
+        data = stack.enter_context(objective.batches(start=position.batches, sharding=sharding))
+        evaluate = objective.evaluator(sharding)
         timing.enter("compile")
         update = steps.jit_step(objective.update(transform), objective.model, deterministic=config.train.deterministic,
-                                segments=isinstance(config, Config) and config.data.packing == "documents",
-                                out_shardings=(shardings, None))
-        update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
+                                segments=objective.padded, out_shardings=(shardings, None))
+        update = update.lower(state, objective.batch_shape(sharding), jnp.float32(0)).compile()
         timing.enter("other")
         peak = peak_flops(config.model.dtype, mesh.size)
         if first:
@@ -184,80 +135,27 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
             add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
         per_token = flops_per_token(config.to_dict(), read_environment(run_dir))
         records = {name: (run_dir / name).read_bytes() for name in (CONFIG, ENVIRONMENT) if first}
-        signals = stack.enter_context(_signals())
-        bar = stack.enter_context(_progress(config, position, quiet or not first))
+        signals = stack.enter_context(collect_signals())
+        bar = stack.enter_context(ProgressBar(config, position, show=first))
         watch = StallWatch(timing, stall_seconds, processes.fail)
         if processes.several() or stall_seconds is not None:
             stack.enter_context(watch)
-        run = _Run(config, objective.model, mesh, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
-                   run_dir, records, evaluate, jax.jit(global_norm), bar, verification, signals, watch)
-
-        pending: _Pending | None = None
-        stack.enter_context(run.saved_elsewhere(lambda: (state, pending)))
-        if position.evaluation_due:  # it was ended by a signal
-            run.evaluate(state)
-            if config.train.sample_every and position.step % config.train.sample_every == 0:
-                run.sample(state)
-            if not position.evaluation_due:  # in place of the checkpoint without the evaluation
-                run.save(state)
-        run.resume()
-        while True:
-            decision = run.decide()
-            if decision.finished or decision.signal is not None:
-                break
-            timing.enter("input")
-            batch = next(data)
-            timing.enter("step")
-            state, metrics = update(state, batch, jnp.float32(decision.learning_rate))
-            position.step += 1
-            position.batches += 1
-            if pending is not None:  # write the previous step while the device computes this one
-                run.record(pending, position.step - 1)
-            pending = _Pending(metrics, decision.learning_rate)
-            evaluates, samples_text, saves = (every > 0 and position.step % every == 0 for every in (
-                config.train.eval_every, config.train.sample_every, config.checkpoint.every_steps))
-            # Not at the next save, which may be hundreds of updates away.
-            saves = run.must_save_again() or saves
-            if evaluates or samples_text or saves:
-                run.record(pending, position.step)
-                pending = None
-                # Before the save, so that a run with its last checkpoint also has its last val line and sample.
-                finished = processes.from_first(lambda: _finished(config, position))
-                if evaluates or finished:
-                    run.evaluate(state)
-                if samples_text or finished:
-                    run.sample(state)
-                if saves:
-                    run.save(state)
-                run.resume()
-        if pending is not None:
-            run.record(pending, position.step)
-            pending = None
-        finished = processes.from_first(lambda: _finished(config, position))
-        if finished:
-            run.evaluate(state)
-            run.sample(state)
-            timing.enter("other")
-            if verification is not None:
-                run.complete_verification(verification)
-        run.save(state)
-        timing.enter("checkpoint")
-        run.complete_save(state)  # while only a second signal ends the process
-        run.check_in_place()
-        timing.enter("other")
-        stopped = run.stop_signal()
-        return Outcome(position, run.val_loss, None if finished and not position.evaluation_due else stopped, timing)
+        loop = _Loop(config, objective.model, mesh, state, clock, timing, per_token, peak, writer, logs, samples,
+                     checkpoints, run_dir, records, evaluate, jax.jit(global_norm), bar, verification, signals, watch)
+        stack.enter_context(loop.saved_elsewhere())
+        return loop.run(data, update)
 
 
 @dataclass
-class _Run:
-    """The work of the loop between steps."""
+class _Loop:
+    """The loop and its work between steps."""
 
     config: RunConfig
     model: Any
     """The abstract model."""
     mesh: jax.sharding.Mesh
-    clock: _Clock
+    state: steps.TrainState
+    clock: Clock
     timing: Timing
     flops_per_token: float | None
     """Of forward and backward pass; None if unknown."""
@@ -271,19 +169,80 @@ class _Run:
     run_dir: Path
     records: dict[str, bytes]
     """Contents of ``config.json`` and ``environment.json``."""
-    figures: Callable[[steps.TrainState, Callable[[], bool]], dict[str, float] | None]
-    """Computes the figures of a val line, unless it is to stop."""
+    evaluator: Evaluator
     parameter_norm: Any
-    bar: Any
-    verification: Verification | None
-    signals: "_Signals"
+    bar: ProgressBar
+    verification: Verification
+    signals: Signals
     watch: StallWatch
+    pending: _Pending | None = None
     val_loss: float | None = None
     evaluated_at: int = -1
     sampled_at: int = -1
     saved_at: int = -1
     save_failed: bool = False
     """Whether the last save has failed."""
+
+    @property
+    def position(self) -> Position:
+        return self.clock.position
+
+    def run(self, data: Iterator[Any], update: Callable[..., tuple[steps.TrainState, steps.StepMetrics]]) -> Outcome:
+        """Train to the end or to a signal, and save."""
+        config, position, timing = self.config, self.position, self.timing
+        if position.evaluation_due:  # it was ended by a signal
+            self.evaluate()
+            if config.train.sample_every and position.step % config.train.sample_every == 0:
+                self.sample()
+            if not position.evaluation_due:  # in place of the checkpoint without the evaluation
+                self.save()
+        self.resume()
+        while True:
+            decision = self.decide()
+            if decision.finished or decision.signal is not None:
+                break
+            timing.enter("input")
+            batch = next(data)
+            timing.enter("step")
+            self.state, metrics = update(self.state, batch, jnp.float32(decision.learning_rate))
+            position.step += 1
+            position.batches += 1
+            before, self.pending = self.pending, _Pending(position.step, metrics, decision.learning_rate)
+            if before is not None:  # write the previous step while the device computes this one
+                self.record(before)
+            evaluates, samples, saves = (every > 0 and position.step % every == 0 for every in (
+                config.train.eval_every, config.train.sample_every, config.checkpoint.every_steps))
+            # Not at the next save, which may be hundreds of updates away.
+            saves = self.must_save_again() or saves
+            if evaluates or samples or saves:
+                self.record_pending()
+                # Before the save, so that a run with its last checkpoint also has its last val line and sample.
+                finished = self.is_finished()
+                if evaluates or finished:
+                    self.evaluate()
+                if samples or finished:
+                    self.sample()
+                if saves:
+                    self.save()
+                self.resume()
+        self.record_pending()
+        finished = self.is_finished()
+        if finished:
+            self.evaluate()
+            self.sample()
+            timing.enter("other")
+            self.complete_verification()
+        self.save()
+        timing.enter("checkpoint")
+        self.complete_save()  # while only a second signal ends the process
+        self.check_in_place()
+        timing.enter("other")
+        stopped = self.stop_signal()
+        return Outcome(position, self.val_loss, None if finished and not position.evaluation_due else stopped, timing)
+
+    def is_finished(self) -> bool:
+        """Whether the steps or the time of the run are over, the same on all processes."""
+        return processes.from_first(lambda: has_reached_end(self.config, self.position))
 
     def decide(self) -> _Decision:
         """What happens next, the same on all processes; raises as :meth:`check_in_place`."""
@@ -293,8 +252,8 @@ class _Run:
         return decision
 
     def _decision(self) -> _Decision:
-        config, position = self.config, self.clock.position
-        return _Decision(_finished(config, position), self.signals.first, next_learning_rate(config, position),
+        config, position = self.config, self.position
+        return _Decision(has_reached_end(config, position), self.signals.first, next_learning_rate(config, position),
                          self._is_in_place())
 
     def _is_in_place(self) -> bool:
@@ -306,11 +265,8 @@ class _Run:
             raise _OutOfPlaceError
 
     @contextmanager
-    def saved_elsewhere(self, latest: Callable[[], tuple[steps.TrainState, _Pending | None]]) -> Iterator[None]:
+    def saved_elsewhere(self) -> Iterator[None]:
         """Within, a run whose folder was deleted or renamed is saved where the folder went, or else beside its name.
-
-        Args:
-            latest: the state of the current step, and its metrics unless they are written.
 
         Raises:
             TrainingError: the folder is gone; the message says what is saved and how to go on.
@@ -323,18 +279,18 @@ class _Run:
             # A write just after the folder has gone may fail before it is noticed.
             if not noticed and (processes.several() or self._is_in_place()):
                 raise
-            before, (state, pending) = self.run_dir, latest()
-            if noticed and pending is not None:
-                self.record(pending, self.clock.position.step)
+            before = self.run_dir
+            if noticed:
+                self.record_pending()
             with suppress(CheckpointError):  # of a save to the old folder
                 self.checkpoints.wait()
-            step = self.clock.position.step
+            step = self.position.step
             try:
                 folder, happened, remedy = processes.from_first(self._prepare_elsewhere)
                 self.run_dir, self.saved_at = Path(folder), -1
                 with _open_checkpoints(Path(folder), self.checkpoints.keep) as self.checkpoints:
-                    self.save(state)
-                    self.complete_save(state)
+                    self.save()
+                    self.complete_save()
             except (OSError, CheckpointError) as failure:
                 raise TrainingError(f"{before} was deleted or renamed while it trained, and step {step:,} cannot be "
                                     f"saved elsewhere: {message(failure)}") from failure
@@ -368,12 +324,13 @@ class _Run:
             (folder / name).write_bytes(self.records[name])
         return missing
 
-    def complete_verification(self, verification: Verification) -> None:
+    def complete_verification(self) -> None:
         """Wait until the data are verified on all processes, or a signal arrives."""
-        while not processes.from_first(lambda: verification.wait(POLL_SECONDS) or self.signals.first is not None):
+        while not processes.from_first(
+                lambda: self.verification.wait(POLL_SECONDS) or self.signals.first is not None):
             pass
         if self.stop_signal() is None:
-            verification.wait()
+            self.verification.wait()
 
     def stop_signal(self) -> int | None:
         """The signal that has stopped the run, if any, the same on all processes."""
@@ -385,13 +342,19 @@ class _Run:
         self.clock.resume()
         self.timing.enter("step")
 
-    def record(self, pending: _Pending, step: int) -> None:
+    def record_pending(self) -> None:
+        """:meth:`record` of the last step, unless its line is written."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.record(pending)
+
+    def record(self, pending: _Pending) -> None:
         """Wait for a step and write its line.
 
         Raises:
             TrainingError: its loss or gradient is not finite.
         """
-        loss, norm = (float(x) for x in jax.device_get(pending.metrics))
+        step, (loss, norm) = pending.step, (float(x) for x in jax.device_get(pending.metrics))
         was_continued = self.signals.was_continued()
         seconds = self.clock.split(trains=not was_continued)
         if not was_continued:
@@ -405,23 +368,23 @@ class _Run:
             note(f"step {step}: the process was stopped and continued; its {seconds:.1f} s count as wall time, not as "
                  "training time")
         self._check(step, loss=loss, gradient=norm)
-        self.bar.update(step, loss, tokens / seconds, self.clock.position)
+        self.bar.update(step, loss, tokens / seconds, self.position)
 
-    def evaluate(self, state: steps.TrainState) -> None:
+    def evaluate(self) -> None:
         """Write the val line of the current step, unless it exists, or a signal arrives."""
-        if self.evaluated_at == self.clock.position.step:
+        if self.evaluated_at == self.position.step:
             return
         self.timing.enter("evaluation")
-        values = self.figures(state, self._evaluation_stops)
-        self.clock.position.evaluation_due = values is None
+        values = self.evaluator(self.state, self._evaluation_stops)
+        self.position.evaluation_due = values is None
         if values is None:
             return
         self.val_loss = values["loss"]
-        self.evaluated_at = self.clock.position.step
+        self.evaluated_at = self.position.step
         self.clock.read()
         self._check(self.evaluated_at, **{"val loss": self.val_loss})
-        self._write(self.clock.position.step, split="val", **values)
-        self.bar.evaluated(self.clock.position, self.val_loss)
+        self._write(self.position.step, split="val", **values)
+        self.bar.evaluated(self.position, self.val_loss)
         self.timing.enter("other")
 
     def _evaluation_stops(self) -> bool:
@@ -429,19 +392,20 @@ class _Run:
         self.watch.evaluated()
         return self.stop_signal() is not None
 
-    def sample(self, state: steps.TrainState) -> None:
+    def sample(self) -> None:
         """Write a text sample at the current step, if configured, unless it exists, or the evaluation is still due."""
-        position = self.clock.position
+        position = self.position
         if not self.config.train.sample_every or self.sampled_at == position.step or position.evaluation_due:
             return
         self.check_in_place()
-        with on_one_device(self.mesh, (state.parameters, state.variables)) as (parameters, variables):
+        with on_one_device(self.mesh, (self.state.parameters, self.state.variables)) as (
+                parameters, variables):
             if self.samples is not None:
                 self.samples.write(position.step, steps.build(self.model, parameters, variables))
         self.sampled_at = position.step
         processes.from_first(lambda: None)  # wait for process 0
 
-    def save(self, state: steps.TrainState) -> None:
+    def save(self) -> None:
         """Save a checkpoint of the current step, unless it exists. A save that fails is tried once more, unless the run
         has several processes: they could not go on together.
 
@@ -450,14 +414,13 @@ class _Run:
             TrainingError: the parameters or their norm are not finite.
             DataError: the data are damaged.
         """
-        position = self.clock.position
+        position = self.position
         if self.saved_at == position.step or position.step == 0:
             return
         self.check_in_place()
-        if self.verification is not None:
-            self.verification.check()
+        self.verification.check()
         self.timing.enter("checkpoint")
-        self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
+        self._check(position.step, **{"parameters' norm": float(self.parameter_norm(self.state.parameters))})
         if self.logs is not None:
             self.logs.flush()
         if self.writer is not None:
@@ -469,10 +432,10 @@ class _Run:
         self._complete_save()
         self.timing.write()  # with every checkpoint, in case the process is killed
         try:
-            self._start_save(state)
+            self._start_save()
         except CheckpointError as error:
             self._save_has_failed(error)
-            self._start_save(state)
+            self._start_save()
         self.saved_at = position.step
         self.timing.enter("other")
 
@@ -483,14 +446,14 @@ class _Run:
             self._save_has_failed(error)
         return error is not None
 
-    def complete_save(self, state: steps.TrainState) -> None:
+    def complete_save(self) -> None:
         """Waits for the last save; tries and raises as :meth:`save`."""
         self._complete_save()
-        self.save(state)  # if it has failed
+        self.save()  # if it has failed
         self.checkpoints.wait()
 
-    def _start_save(self, state: steps.TrainState) -> None:
-        position = self.clock.position
+    def _start_save(self) -> None:
+        state, position = self.state, self.position
         self.checkpoints.save(position.step, {
             "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
             "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
@@ -526,7 +489,7 @@ class _Run:
     def _write(self, step: int, **values: Any) -> None:
         if self.writer is None or self.logs is None:
             return
-        position = self.clock.position
+        position = self.position
         tokens = step * self.config.train.batch_size * self.config.model.context
         flops = {} if self.flops_per_token is None else {"flops": tokens * self.flops_per_token}
         record = {"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
@@ -547,137 +510,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -> tuple[Any, Position]:
-    abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
-                            shardings)
+    abstract = with_shardings(shapes, shardings)
     items = checkpoints.load(step, {"parameters": abstract.parameters, "variables": abstract.variables,
                                     "optimizer": abstract.optimizer, "position": None})
     return (steps.TrainState(items["parameters"], items["variables"], items["optimizer"]),
             read_position(items["position"], checkpoints.directory / str(step)))
-
-
-def read_position(values: dict[str, Any], checkpoint: Path) -> Position:
-    """The position of a checkpoint, without what later versions may have added.
-
-    Raises:
-        JsonError: the position, in a file of the checkpoint, is damaged.
-    """
-    check(values, Position, checkpoint / JSON_ITEM / JSON_FILE)
-    return Position(**{one.name: values[one.name] for one in fields(Position) if one.name in values})
-
-
-def is_finished(config: RunConfig, position: Position) -> bool:
-    """Whether a run at this position is complete."""
-    return _finished(config, position) and not position.evaluation_due
-
-
-def _finished(config: RunConfig, position: Position) -> bool:
-    steps_done = config.train.steps is not None and position.step >= config.train.steps
-    return steps_done or (config.train.minutes is not None and position.train_seconds >= 60 * config.train.minutes)
-
-
-def next_learning_rate(config: RunConfig, position: Position) -> float:
-    """The learning rate of the update after a position."""
-    return learning_rate(config.optimizer, position.step, _share(config, position))
-
-
-def _share(config: RunConfig, position: Position) -> float:
-    """The completed fraction of the run: of its steps if given, else of its minutes."""
-    if config.train.steps is not None:
-        return position.step / config.train.steps
-    assert config.train.minutes is not None
-    return position.train_seconds / (60 * config.train.minutes)
-
-
-@dataclass
-class _Signals:
-    """The signals that a run has received: this process's, and on process 0 those of all."""
-
-    stops: list[int] = field(default_factory=list)
-    """Those of :func:`support.interrupts.stop_signals`."""
-    continued: bool = False
-    """Whether SIGCONT has arrived."""
-
-    def receive(self, number: int) -> None:
-        """Takes note of a signal."""
-        if number == signal.SIGCONT:
-            self.continued = True
-        else:
-            self.stops.append(number)
-
-    def was_continued(self) -> bool:
-        """Whether a process was continued since the last call."""
-        self._hear()
-        continued, self.continued = self.continued, False
-        return continued
-
-    def _hear(self) -> None:
-        for number in processes.signals_of_others():
-            self.receive(number)
-
-    @property
-    def first(self) -> int | None:
-        """The first signal that stops the run, if any."""
-        self._hear()
-        return self.stops[0] if self.stops else None
-
-
-@contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Collects signals. The first one that stops the loop lets it save; a second SIGTERM or Ctrl-C acts immediately."""
-    received = _Signals()
-    before: dict[int, Any] = {}
-
-    def on_stop(number: int, _frame: FrameType | None) -> None:
-        received.receive(number)
-        if number != signal.SIGHUP:  # the system and the shell may both send that at the end of a terminal
-            signal.signal(number, before[number])
-        interrupts.write_word(b"\nStopping after this step; saving.\n")
-
-    for number in interrupts.stop_signals():
-        before[number] = signal.signal(number, on_stop)
-    before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, _: received.receive(number))
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(config: RunConfig, position: Position, quiet: bool) -> Iterator[Any]:
-    """A progress bar on a terminal; otherwise a line at each evaluation."""
-    bar = _Bar(config)
-    stream = error_stream()
-    if quiet or not stream.isatty():
-        yield replace(bar, lines=not quiet)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
-               TextColumn("val {task.fields[val]}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-               TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=stream), speed_estimate_period=120) as progress:
-        task = progress.add_task("", total=1.0, step=position.step, loss=math.nan, val="–", rate=0.0)
-        progress.update(task, completed=_share(config, position))
-        yield replace(bar, progress=progress, task=task)
-
-
-@dataclass
-class _Bar:
-    config: RunConfig
-    progress: Any = None
-    task: Any = None
-    lines: bool = False
-
-    def update(self, step: int, loss: float, rate: float, position: Position) -> None:
-        if self.progress is not None:
-            self.progress.update(self.task, completed=_share(self.config, position), step=step, loss=loss, rate=rate)
-
-    def evaluated(self, position: Position, val_loss: float) -> None:
-        if self.progress is not None:
-            self.progress.update(self.task, val=f"{val_loss:.4f}")
-        elif self.lines:
-            status(f"step {position.step}: val loss {val_loss:.4f} after {position.train_seconds:.1f} s of training")
-
-

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from configs.schema import RunConfig, check_types
+from configs.schema import RunConfig, check_types, config_class
 from data.token_files import ImageEntry
 from support import json_files
 from support.json_files import Count, Natural
@@ -92,6 +92,18 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     values = json_files.read(path := run_dir / CONFIG, dict[str, Any])
     check_types(values, path)
     return values
+
+
+def load_config(run_dir: Path) -> RunConfig:
+    """Reads the config in ``run_dir/config.json``; the options of modes are dicts.
+
+    Raises:
+        RunError: the file is damaged, or of another format.
+        ConfigError: it has an unknown field.
+        OSError: it cannot be read.
+    """
+    values = read_config(run_dir)
+    return config_class(values).from_dict(values, run_dir / CONFIG)
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:

@@ -244,6 +244,12 @@ def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:
     return of(nnx.Param), of(nnx.Not(nnx.Param))
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Abstract arrays of these shapes and dtypes with these shardings."""
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
+                        shardings)
+
+
 def state_shardings(mesh: Mesh, model: nnx.Module, state: TrainState) -> TrainState:
     """Shardings of the training state: the optimizer's moments as the parameters, its counts replicated.
 

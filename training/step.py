@@ -8,25 +8,23 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
-from configs.schema import Config, MaskedConfig
+from configs.schema import Config, MaskedConfig, RunConfig
 from data.loader import Batch
 from kernels import device
 from kernels.partition import sum_over_data
-from models.encoder import Classifier, MaskedModel
+from models.encoder import Classifier, Encoder, MaskedModel
 from models.gpt import GPT
 from models.recogniser import Recogniser
 from training.optimizer import global_norm
 
-_OF_LOSS = 2**32 - 1
+LOSS_STREAM = 2**32 - 1
 """Random stream of the loss, distinct from the numbers of the modules."""
-MASKED = 0.15
-"""Fraction of tokens that a masked language model predicts."""
 MERGING_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 8}
 """Largest products of one array that XLA merges: megabytes of operands and result.
 
-A larger one fills a GPU by itself. Its share of a merged result would be copied for a kernel that reads it.
+A larger one fills a GPU by itself. Its part of a merged result would be copied for a kernel that reads it.
 """
 SCATTER_OPTIONS = {"xla_gpu_enable_scatter_determinism_expander": True}
 """Options that make gradients of gathers deterministic, on several devices that of the embedding too."""
@@ -37,6 +35,10 @@ Only the first option sets cuDNN's flag; XLA overwrites that of the call. It als
 products. The second option leaves products to cuBLAS from the start; otherwise XLA fuses them with their neighbours and
 has to split them again, which it cannot do without a GPU.
 """
+
+
+type Model = GPT | MaskedModel | Classifier | Recogniser
+"""A model that is trained."""
 
 
 class TrainState(NamedTuple):
@@ -63,6 +65,11 @@ def make_model(config: Config | MaskedConfig, vocabulary_size: int) -> GPT | Mas
     return GPT(config.model, vocabulary_size, rngs=rngs)
 
 
+def backbone(model: Model) -> GPT | Encoder:
+    """The model without its head, if that is separate."""
+    return model if isinstance(model, GPT) else model.encoder
+
+
 def abstract_model(config: Config | MaskedConfig, vocabulary_size: int) -> Any:
     """The abstract model of a config; :func:`build` combines it with arrays."""
     return nnx.eval_shape(lambda: make_model(config, vocabulary_size))
@@ -86,58 +93,15 @@ def state_of(model: nnx.Module, transform: optax.GradientTransformationExtraArgs
     return TrainState(parameters, nnx.to_pure_dict(variables), transform.init(parameters))
 
 
-def make_train_step(model: GPT, config: Config, transform: optax.GradientTransformationExtraArgs,
+def make_train_step(model: GPT, config: RunConfig, transform: optax.GradientTransformationExtraArgs,
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
     """:func:`make_update` of a language model, with the mean loss over scored targets."""
 
-    def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
-        return _loss_sum(model, batch, remat=config.train.remat)
+    def loss(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
+        return loss_sum(model, batch, remat=config.train.remat)
 
-    return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed,
+    return make_update(model, loss, transform, parts=config.train.accumulate, seed=config.train.seed,
                        draws=False)
-
-
-def make_masked_step(model: MaskedModel, config: MaskedConfig, transform: optax.GradientTransformationExtraArgs,
-                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
-    """:func:`make_update` of a masked language model, with the mean loss over targets that each update draws."""
-
-    def loss_sum(model: MaskedModel, batch: Batch, key: Array) -> tuple[Array, Array]:
-        of_masks, of_dropout = jax.random.split(key)
-        batch = mask(batch, jax.random.split(of_masks, len(batch.inputs_BT)), model.mask_token)
-        return _loss_sum(model, batch, dropout=of_dropout, remat=config.train.remat)
-
-    return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
-
-
-def mask(batch: Batch, keys_B: Key[Array, " B"], mask_token: int) -> Batch:
-    """Targets of a masked language model in place of the next tokens: 15 % of the tokens, each at random.
-
-    Of the targets, 80 % are replaced by the mask token in the inputs, 10 % by a random token, and 10 % are kept (Devlin
-    et al., "BERT", 2019). Padding is no target, nor is the first token of a segment: the separator before a document,
-    which is always the same.
-
-    Args:
-        batch: windows of tokens.
-        keys_B: the random key of each row.
-        mask_token: id of the mask token, which is the number of other tokens.
-    """
-    tokens_BT = jnp.asarray(batch.inputs_BT)
-
-    def draw(key: Array) -> tuple[Array, Array, Array]:
-        of_targets, of_kind, of_tokens = jax.random.split(key, 3)
-        shape = tokens_BT.shape[1:]
-        return (jax.random.uniform(of_targets, shape), jax.random.uniform(of_kind, shape),
-                jax.random.randint(of_tokens, shape, 0, mask_token))
-
-    chance_BT, kind_BT, random_BT = jax.vmap(draw)(keys_B)
-    target_BT = chance_BT < MASKED
-    if batch.segment_ids_BT is not None:
-        segment_ids_BT = jnp.asarray(batch.segment_ids_BT)
-        follows_BT = jnp.diff(segment_ids_BT, axis=1, prepend=-1) == 0
-        target_BT &= (segment_ids_BT >= 0) & follows_BT
-    shown_BT = jnp.where(kind_BT < 0.8, mask_token, jnp.where(kind_BT < 0.9, random_BT, tokens_BT))
-    return batch._replace(inputs_BT=jnp.where(target_BT, shown_BT, tokens_BT),
-                          targets_BT=jnp.where(target_BT, tokens_BT, -1))
 
 
 def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
@@ -182,7 +146,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
         count = optax.tree.get(state.optimizer, "count")
         key = jax.random.fold_in(jax.random.key(seed), count)
         state = state._replace(variables=_resampled(model, state, count, key))
-        key = jax.random.fold_in(key, _OF_LOSS)
+        key = jax.random.fold_in(key, LOSS_STREAM)
         (total, scored), gradients = (sums if draws else sum_over_data(sums))(
             state.parameters, state.variables, batch, key)
         scale = 1 / jnp.maximum(scored, 1)  # sums to means
@@ -194,8 +158,8 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], model: GPT | MaskedModel | Classifier | Recogniser, *,
-             deterministic: bool = True, segments: bool = False, **options: Any) -> jax.stages.Wrapped:
+def jit_step(step: Callable[..., Any], model: Model, *, deterministic: bool = True, segments: bool = False,
+             **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, with donated state.
 
     Args:
@@ -205,18 +169,16 @@ def jit_step(step: Callable[..., Any], model: GPT | MaskedModel | Classifier | R
         segments: whether its batches have segments.
         options: other options of ``jax.jit``.
     """
-    of_compiler = _compiler_options(model, deterministic, segments) if device.platform() == "gpu" else None
-    return jax.jit(step, donate_argnums=0, compiler_options=of_compiler, **options)
+    compiler_options = _compiler_options(model, deterministic, segments) if device.platform() == "gpu" else None
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options, **options)
 
 
-def _compiler_options(model: GPT | MaskedModel | Classifier | Recogniser, deterministic: bool, segments: bool,
-                      ) -> dict[str, bool | int]:
+def _compiler_options(model: Model, deterministic: bool, segments: bool) -> dict[str, bool | int]:
     """Options of XLA for a GPU; docs/gpu.md has the cost of deterministic sums."""
     if not deterministic:
         return MERGING_OPTIONS
-    dtype, blocks = jnp.dtype(model.config.dtype), (model if isinstance(model, GPT) else model.encoder).blocks
-    forms = {block.attention.implementation(dtype, causal=isinstance(model, GPT), segments=segments)
-             for block in blocks}
+    forms = {block.attention.implementation(jnp.dtype(model.config.dtype), causal=isinstance(model, GPT),
+                                            segments=segments) for block in backbone(model).blocks}
     return MERGING_OPTIONS | SCATTER_OPTIONS | (CUDNN_OPTIONS if "cudnn" in forms else {})
 
 
@@ -230,7 +192,7 @@ def make_eval_step(model: GPT | MaskedModel, *, accuracy: bool = False,
     def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, ...]:
         targets_BT = jnp.asarray(batch.targets_BT)
         built = build(model, parameters, variables)
-        x_BTE = _head_input(built, batch)
+        x_BTE = head_input(built, batch)
         found = built.head.loss_sum(x_BTE, targets_BT), jnp.sum(targets_BT >= 0)
         return (*found, built.head.count_right(x_BTE, targets_BT)) if accuracy else found
 
@@ -252,13 +214,14 @@ def _resampled(model: nnx.Module, state: TrainState, step: Array, key: Array) ->
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _loss_sum(model: GPT | MaskedModel, batch: Batch, **options: Any) -> tuple[Array, Array]:
+def loss_sum(model: GPT | MaskedModel, batch: Batch, **options: Any) -> tuple[Array, Array]:
     """The sum of losses and the number of scored targets."""
     targets_BT = jnp.asarray(batch.targets_BT)
-    return model.head.loss_sum(_head_input(model, batch, **options), targets_BT), jnp.sum(targets_BT >= 0)
+    return model.head.loss_sum(head_input(model, batch, **options), targets_BT), jnp.sum(targets_BT >= 0)
 
 
-def _head_input(model: GPT | MaskedModel, batch: Batch, **options: Any) -> Array:
+def head_input(model: GPT | MaskedModel, batch: Batch, **options: Any) -> Array:
+    """The input of the head, (B, T, E)."""
     inputs_BT = jnp.asarray(batch.inputs_BT)
     segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
     if isinstance(model, MaskedModel):

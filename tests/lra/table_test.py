@@ -10,7 +10,7 @@ import pytest
 from lra import accuracy, efficiency, table
 from lra.efficiency import BYTES, Case, Result, in_process, measure, objective
 from support.errors import ConfigError
-from training.examples import compiled_step
+from training.objectives.examples import compiled_step
 
 ORIGIN = {"device": "a machine", "versions": {"jax": "1"}, "command": "python -m lra.table efficiency"}
 

@@ -19,8 +19,7 @@ from tests import tiny
 from tests.comparison.made import write_run
 from tests.edited import edited
 from tests.lra import fake
-from training import loop
-from training.run import load_model
+from training.loading import load_model
 
 STEPS = 6
 
@@ -70,16 +69,8 @@ def refused(capsys, code: int, *arguments: object) -> str:
 
 
 def run_interrupted(at: int, *arguments: object) -> int:
-    """The exit code of a command that gets a Ctrl-C when it records step ``at``."""
-    record = loop._Run.record
-
-    def interrupted(self, pending, step):
-        if step == at:
-            signal.raise_signal(signal.SIGINT)
-        record(self, pending, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Run, "record", interrupted)
+    """The exit code of a command that gets a Ctrl-C before it writes the line of step ``at``."""
+    with tiny.before_line(at, lambda: signal.raise_signal(signal.SIGINT)):
         return fake.run(*arguments)
 
 
@@ -337,6 +328,6 @@ def test_what_computes_attention_is_asked_for_rows_as_they_are(recipe, tmp_path,
         asked.append(segments)
         raise DataError("that is enough")
 
-    monkeypatch.setattr("training.scored.environment", environment)
+    monkeypatch.setattr("training.run.environment", environment)
     assert fake.run(recipe, "--run-dir", tmp_path / "run") != 0
     assert asked == [padded]

@@ -14,7 +14,6 @@ from models.attention.longformer import Attention, Config
 from models.attention.self_attention import rotate
 from models.gpt import GPT, resolve_config
 from support.errors import ConfigError
-from train import check_packing
 
 B, T, H, D = 2, 23, 2, 4
 POSITIONS = jnp.asarray(np.arange(T)[None].repeat(B, axis=0))
@@ -143,7 +142,8 @@ def test_rows_of_several_segments_exclude_global_tokens_in_an_encoder(global_tok
 
 def test_documents_can_be_packed():
     config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",)))
-    check_packing("documents", nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0))))
+    model = nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0)))
+    assert model.blocks[0].attention.packs(causal=True)
 
 
 @pytest.mark.thorough

@@ -21,7 +21,6 @@ from configs.schema import (
     TrainConfig,
 )
 from data.loader import Batch
-from lra.classification import Classification
 from models import encoder
 from models.attention.chunked import Attention as Chunked
 from models.attention.chunked import Config as ChunkedConfig
@@ -30,6 +29,7 @@ from models.attention.performer import Config as PerformerConfig
 from models.attention.self_attention import SelfAttention
 from models.gpt import resolve_config
 from tests.lra import fake
+from training.objectives.classification import Classification
 from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import TrainState, abstract_model, build, initial_state, make_train_step

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from data.utterances import frames_needed
 from speech import synthetic
-from speech.utterances import frames_needed
 from support.errors import ConfigError
 
 

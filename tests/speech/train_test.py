@@ -14,8 +14,7 @@ from speech import train as speech_train
 from support.errors import ConfigError
 from tests import tiny
 from tests.speech import made
-from training import loop
-from training.run import load_model
+from training.loading import load_model
 
 RECIPE = '''
 from configs.schema import CheckpointConfig, EncoderConfig, OptimizerConfig, SpeechConfig, SpeechDataConfig, TrainConfig
@@ -60,15 +59,7 @@ def refused(capsys, code: int, *arguments: object) -> str:
 def test_a_run_logs_error_rates_resumes_and_is_scored_on_test(recipe, tmp_path, monkeypatch, capsys):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert made.run(recipe, "--run-dir", straight) == 0
-    record = loop._Run.record
-
-    def interrupted(self, pending, step):
-        if step == 1:
-            signal.raise_signal(signal.SIGINT)
-        record(self, pending, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "record", interrupted)
+    with tiny.before_line(1, lambda: signal.raise_signal(signal.SIGINT)):
         assert made.run(recipe, "--run-dir", stopped) == 128 + signal.SIGINT
     assert not (stopped / "test.json").exists()
     assert made.run(recipe, "--run-dir", stopped) == 0
@@ -126,7 +117,7 @@ def test_a_run_is_planned_without_computing_features(recipe, tmp_path, monkeypat
     config = speech_train.parse([str(recipe), "--data.corpus", corpus, "--model.context", "60", *flags]).config
     planned = speech_train.planned_model(config, tmp_path / "run")
     assert not (tmp_path / "cache").exists()
-    trained = speech_train.check_data_and_devices(config, tmp_path / "run").model
+    trained = speech_train.load_objective(config).model
     assert nnx.state(planned) == nnx.state(trained)
 
 

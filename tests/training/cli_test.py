@@ -4,41 +4,28 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import tyro
 
 import train
 from configs.schema import EARLIER_COSINE, Config, LraConfig, OptimizerConfig, TrainConfig
 from support.errors import ConfigError
 from tests import tiny
-from training import cli, loop
+from training import loop, run
 from training.accounting import Timing
 from training.config_validation import validate_config
+from training.position import Position
 
 RECIPE = f"{tiny.ROOT}/configs/quickstart.py"
 
 pytestmark = pytest.mark.fast
 
 
-def test_flags_are_parsed_once_and_the_config_is_validated_once(monkeypatch):
-    calls = []
-
-    def counted(module, name):
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs))
-
-    counted(tyro, "cli")
-    counted(cli, "validate_config")
-    line = train.parse([RECIPE, "--attention", "chunked", "--init-from", "other",
-                        "--model.modes.chunked.chunk-size", "8"])
-    assert calls == ["cli", "cli", "validate_config"]  # flags that are not fields, then fields
-    assert (line.recipe, line.run_dir, line.flags.init_from) == (
-        Path(RECIPE), Path("runs/quickstart-chunked"), Path("other"))
+def test_the_flags_of_a_run_and_its_fields_are_one_command_line(capsys):
+    line = train.parse([RECIPE, "--attention", "chunked", "--init-from", "other", "--train.accumulate", "5",
+                        "--model.modes.chunked.chunk-size", "8", "--run-dir", "here"])
+    assert (line.recipe, line.run_dir, line.flags.init_from) == (Path(RECIPE), Path("here"), Path("other"))
     assert line.config.model.modes["chunked"].chunk_size == 8
+    assert capsys.readouterr().err.count("train.accumulate") == 1  # the config is validated once
     assert validate_config(line.config) == line.config
-
-
-def test_a_run_dir_that_is_given_is_taken():
-    assert train.parse([RECIPE, "--run-dir", "here"]).run_dir == Path("here")
 
 
 def test_none_takes_any_case_in_every_flag():
@@ -86,14 +73,14 @@ def test_a_config_from_python_is_checked_like_flags():
     (None, 0, "run: 3 steps in 2.0 s of training, val loss 1.2500\n"),
     (15, 143, "run: stopped and saved at step 3; repeat the command to resume\n")])
 def test_how_a_run_ended_is_told(capsys, signal, code, said):
-    position = loop.Position(step=3, batches=3, train_seconds=2.0, wall_seconds=5.0)
+    position = Position(step=3, batches=3, train_seconds=2.0, wall_seconds=5.0)
     timing = Timing(Path("timing.json"), 0.0, {"compile": 2.0, "step": 2.0, "other": 1.0})
-    assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal, timing)) == code
+    assert run.report(Path("run"), loop.Outcome(position, 1.25, signal, timing)) == code
     assert capsys.readouterr() == (
         "", f"run: 5.0 s wall time: compile 2.0 s (40%), step 2.0 s (40%), start-up and other 1.0 s (20%)\n{said}")
 
 
 def test_a_run_that_was_stopped_before_its_first_step_was_not_saved(capsys):
     timing = Timing(Path("timing.json"), 0.0, {"other": 1.0})
-    assert cli.report_outcome(Path("run"), loop.Outcome(loop.Position(), None, 15, timing)) == 143
+    assert run.report(Path("run"), loop.Outcome(Position(), None, 15, timing)) == 143
     assert capsys.readouterr().err.endswith("run: stopped before its first step; repeat the command to start it\n")

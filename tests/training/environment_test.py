@@ -27,14 +27,13 @@ def model():
 
 
 def test_it_says_what_a_run_was_made_with(model):
-    found = environment.environment(model, parameters=123, tokenizer="bytes", checksum="abc", command=["train.py", "x"])
+    found = environment.environment(model, parameters=123, checksum="abc", command=["train.py", "x"])
     assert found["versions"]["jax"] == jax.__version__
     assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"} == set(found["versions"])
     assert found["devices"] == sorted({device.device_kind for device in jax.devices()})
     assert found["device_count"] == jax.device_count()
     assert found["command"] == ["train.py", "x"]
     assert found["corpus_checksum"] == "abc"
-    assert found["tokenizer"] == "bytes"
     assert found["vocabulary_size"] == 257
     assert found["parameters"] == 123
     assert found["dtype"] == "float32"
@@ -49,7 +48,7 @@ def test_the_form_is_that_of_the_mask_and_the_rows_there_are(model, monkeypatch)
     encoder = nnx.eval_shape(lambda: Encoder(resolve_config(EncoderConfig(
         layers=3, heads=2, width=16, mlp_width=8, context=16, dtype="bfloat16", pooling="mean",
         attention=("softmax", "linear", "chunked"))), 5, rngs=nnx.Rngs(0)))
-    made = {segments: environment.environment(encoder, parameters=1, tokenizer=None, checksum="", segments=segments)
+    made = {segments: environment.environment(encoder, parameters=1, checksum="", segments=segments)
             for segments in (False, True)}
     products = {"linear": "two products", "chunked": "two products"}
     assert made[False]["implementations"] == {"softmax": "cudnn"} | products

@@ -29,9 +29,12 @@ from sampling.samples import SAMPLE_TOKENS, check, sample_text
 from sampling.text_stream import TextStream
 from support.errors import CheckpointError, ConfigError
 from tests import tiny
-from training import checkpoint, loop, objectives
+from training import checkpoint, loop, position
 from training.checkpoint import Checkpoints
-from training.run import load_model
+from training.loading import load_model
+from training.metrics import MetricsWriter
+from training.objectives import language
+from training.signals import collect_signals
 
 STEPS = 40
 
@@ -136,7 +139,7 @@ def test_a_signal_is_heard_though_nobody_can_be_told(monkeypatch):
     os.close(reader)
     os.dup2(closed, 2)
     try:
-        with loop._signals() as received:
+        with collect_signals() as received:
             signal.raise_signal(signal.SIGINT)
             assert received.first == signal.SIGINT
     finally:
@@ -146,7 +149,7 @@ def test_a_signal_is_heard_though_nobody_can_be_told(monkeypatch):
 
 
 def test_the_end_of_the_terminal_stops_a_run_however_often_it_is_told():
-    with loop._signals() as received:
+    with collect_signals() as received:
         for _ in range(3):  # the system and the shell send it
             signal.raise_signal(signal.SIGHUP)
         assert received.first == signal.SIGHUP
@@ -155,7 +158,7 @@ def test_the_end_of_the_terminal_stops_a_run_however_often_it_is_told():
 def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with loop._signals() as received:
+        with collect_signals() as received:
             signal.raise_signal(signal.SIGHUP)
             assert received.first is None
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -177,16 +180,9 @@ def test_ctrl_c_saves_a_run_whose_output_nobody_reads(recipe, tmp_path):
     assert tiny.saved_steps(folder)[-1] == tiny.lines(folder, "train")[-1]["step"]
 
 
-def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe, tmp_path, monkeypatch):
-    record, folder = loop._Run.record, tmp_path / "run"
-
-    def interrupted(self, pending, step):
-        if step == 1:  # logged while step 2, the last, is running
-            signal.raise_signal(signal.SIGTERM)
-        record(self, pending, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "record", interrupted)
+def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe, tmp_path):
+    folder = tmp_path / "run"
+    with tiny.before_line(1, lambda: signal.raise_signal(signal.SIGTERM)):  # while step 2, the last, is running
         assert tiny.run(recipe, "--run-dir", folder) == 128 + signal.SIGTERM
     assert tiny.lines(folder, "val") == []
     assert tiny.saved_steps(folder) == [2]
@@ -198,16 +194,10 @@ def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe
     assert len(tiny.lines(folder)) == 3
 
 
-def test_a_step_in_which_the_process_was_stopped_is_not_training_time(recipe, tmp_path, capsys, monkeypatch):
-    record, folder = loop._Run.record, tmp_path / "run"
-
-    def continued(self, pending, step):
-        if step == 2:
-            signal.raise_signal(signal.SIGCONT)
-        record(self, pending, step)
-
-    monkeypatch.setattr(loop._Run, "record", continued)
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 3) == 0
+def test_a_step_in_which_the_process_was_stopped_is_not_training_time(recipe, tmp_path, capsys):
+    folder = tmp_path / "run"
+    with tiny.before_line(1, lambda: signal.raise_signal(signal.SIGCONT)):
+        assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 3) == 0
     times = [line["train_seconds"] for line in tiny.lines(folder, "train")]
     assert times[0] == times[1] < times[2]
     assert re.search(r"note: step 2: the process was stopped and continued; its \d+\.\d s count as wall time, not as "
@@ -253,7 +243,7 @@ def test_a_failed_save_is_tried_once_more_at_the_next_step(recipe, tmp_path, cap
 @pytest.mark.parametrize("then", ["the end", "a signal", "an error of the call"])
 def test_a_failed_save_is_tried_once_more_whatever_comes_next(recipe, tmp_path, monkeypatch, then):
     folder, failed = tmp_path / "run", []
-    save, finish, record = Checkpoints.save, Checkpoints._finish, loop._Run.record
+    save, finish = Checkpoints.save, Checkpoints._finish
 
     def fail_once(step):
         if not failed:
@@ -271,14 +261,10 @@ def test_a_failed_save_is_tried_once_more_whatever_comes_next(recipe, tmp_path, 
             fail_once(step)
         save(self, step, items, **options)
 
-    def interrupted(self, pending, step):
-        record(self, pending, step)
-        if step == 2 and then == "a signal":
-            signal.raise_signal(signal.SIGTERM)
-
     monkeypatch.setattr(Checkpoints, "_finish", save_in_background)
     monkeypatch.setattr(Checkpoints, "save", start_save)
-    monkeypatch.setattr(loop._Run, "record", interrupted)
+    if then == "a signal":
+        moving(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
     steps = 4 if then == "a signal" else 2
     code = tiny.run(recipe, "--run-dir", folder, "--train.steps", steps, "--checkpoint.every-steps", 2)
     assert (code, failed, tiny.saved_steps(folder)) == (143 if then == "a signal" else 0, [2], [2])
@@ -342,7 +328,7 @@ def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, 
 
 def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path, capsys, monkeypatch):
     folder, clock = tmp_path / "run", itertools.count(1000 * round(time.perf_counter() + 60))  # after the start
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000))
+    monkeypatch.setattr(position, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000))
     command = (recipe, "--run-dir", folder, "--train.steps", "None", "--train.minutes", 0.003)
     assert tiny.run(*command) == 0
     found = tiny.lines(folder, "train")
@@ -360,14 +346,14 @@ def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path
 
 def moving(monkeypatch, step: int, move: Callable[[], object]) -> None:
     """Makes something happen to the run folder once the line of a step is written."""
-    record = loop._Run.record
+    write = MetricsWriter.write
 
-    def and_move(self, pending, at):
-        record(self, pending, at)
-        if at == step:
+    def and_move(self, record):
+        write(self, record)
+        if (record["split"], record["step"]) == ("train", step):
             move()
 
-    monkeypatch.setattr(loop._Run, "record", and_move)
+    monkeypatch.setattr(MetricsWriter, "write", and_move)
 
 
 @pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.thorough), 10])
@@ -597,8 +583,8 @@ def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp
         for _ in range(1000):
             next(clock)
 
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    monkeypatch.setattr(objectives.TextSamples, "write", write)
+    monkeypatch.setattr(position, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(language.TextSamples, "write", write)
     monkeypatch.setattr(loop.Logs, "write", lambda self, record: logged.append(record))
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.sample-every", 1) == 0
     assert logged == tiny.lines(tmp_path / "run")

@@ -20,7 +20,8 @@ from kernels.cross_entropy.reference import reference
 from models.encoder import Encoder, MaskedModel, resolve_config
 from tests import tiny
 from training import step as steps
-from training.objectives import MaskedLanguageModelling
+from training.objectives.masked import MaskedLanguageModelling, make_masked_step
+from training.objectives.masked import mask as mask_tokens
 from training.optimizer import decay_mask, make_optimizer
 
 VOCABULARY = 257
@@ -38,7 +39,7 @@ def windows(rows: int, length: int, segment_ids_BT: np.ndarray | None = None) ->
     return Batch(tokens_BT, tokens_BT, segment_ids_BT)
 
 
-mask_rows = jax.jit(functools.partial(steps.mask, mask_token=VOCABULARY))
+mask_rows = jax.jit(functools.partial(mask_tokens, mask_token=VOCABULARY))
 
 
 def mask(batch: Batch, seed: int = 0) -> Batch:
@@ -89,8 +90,8 @@ def test_a_step_has_the_mean_loss_over_the_targets_of_its_seed_and_number(mode: 
     model = steps.abstract_model(given, VOCABULARY)
     transform = make_optimizer(given.optimizer, decay_mask(model))
     state = jax.jit(lambda: steps.initial_state(given, VOCABULARY, transform))()
-    after, metrics = jax.jit(steps.make_masked_step(model, given, transform))(state, batch, jnp.float32(1e-2))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(given.train.seed), 0), steps._OF_LOSS)
+    after, metrics = jax.jit(make_masked_step(model, given, transform))(state, batch, jnp.float32(1e-2))
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(given.train.seed), 0), steps.LOSS_STREAM)
     masked = jax.device_get(mask_rows(batch, jax.random.split(jax.random.split(key)[0], 3)))
     # The step redraws random features before it computes the loss.
     built = steps.build(model, state.parameters, after.variables)
@@ -184,7 +185,7 @@ def test_the_masks_of_evaluation_depend_only_on_the_window():
         objective.model = steps.abstract_model(replace(config(mode), train=TrainConfig(seed=seed)), VOCABULARY)
         parts = [Batch(batch.inputs_BT[first:first + rows], batch.targets_BT[first:first + rows])
                  for first in range(0, 4, rows)]
-        masked = objective._evaluated(parts)
+        masked = objective.evaluated(parts)
         found.append([np.concatenate(arrays) for arrays in zip(*(one[:2] for one in masked), strict=True)])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)

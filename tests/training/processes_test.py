@@ -21,8 +21,8 @@ from support import interrupts
 from support.errors import ConfigError, DataError
 from tests import several_devices, tiny
 from training import processes
+from training.loading import load_model
 from training.processes import Distributed
-from training.run import load_model
 
 STEPS = 5
 

@@ -1,8 +1,8 @@
-"""Objectives on the examples of splits in memory or mapped: batches of training, evaluation, and the score on test."""
+"""What objectives on splits of examples have in common: batches of training, evaluation, the score on test."""
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ WHOLE_SPLIT = 2000
 """Largest val split that is always evaluated whole."""
 
 
-class ScoredObjective[C: RunConfig](ABC):
-    """A :class:`training.objectives.Objective` of a model with an ``encoder``, on splits ``train``, ``val``, ``test``.
+class ExampleObjective[C: RunConfig](ABC):
+    """A :class:`training.objectives.Objective` with a score: a model with an ``encoder``, on splits of examples.
 
     Every epoch has its own order, and a batch may span two epochs. An evaluation takes the rows of :func:`evaluated`.
     The test split is always evaluated whole.
@@ -34,25 +34,23 @@ class ScoredObjective[C: RunConfig](ABC):
     config: C
     """Resolved."""
     model: Any
-    """Abstract."""
-    name: str
-    """The name of the data in messages."""
-    measure: str
-    """The figure of the test split that is reported, such as ``accuracy``."""
+    corpus: str
     checksum: str
-    """The checksum of the data."""
-    counts: Mapping[str, int]
-    """The number of examples of each split."""
-    notes: Sequence[str]
-    """Notes about the data, one line each."""
+    size: str
+    notes: tuple[str, ...]
     padded: bool
-    """Whether any sequence is shorter than the context."""
+    measure: str
+    counts: Mapping[str, int]
     facts: Mapping[str, Any]
-    """Further contents of ``test.json``."""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """See :attr:`training.objectives.Objective.environment`."""
+        return {"tokenizer": None}
 
     @abstractmethod
     def make_model(self) -> Any:
-        """The model, its parameters drawn from ``train.seed``."""
+        """The model, with parameters initialised from ``train.seed``."""
 
     @abstractmethod
     def take(self, split: str, rows_B: Int[np.ndarray, " B"]) -> Any:
@@ -60,8 +58,8 @@ class ScoredObjective[C: RunConfig](ABC):
         """
 
     @abstractmethod
-    def logits(self, model: Any, batch: Any, **options: Any) -> Array:
-        """The output of a model for a batch."""
+    def outputs(self, model: Any, batch: Any, **options: Any) -> Array:
+        """The logits of a batch."""
 
     @abstractmethod
     def losses(self, logits: Array, batch: Any) -> Float[Array, " B"]:
@@ -76,11 +74,7 @@ class ScoredObjective[C: RunConfig](ABC):
         """The measure of the answers, (N, …), to these rows of a split."""
 
     def verify(self) -> None:  # noqa: B027 (most data have no files with checksums)
-        """Compares the files of the data with their checksums, while a run trains.
-
-        Raises:
-            DataError: a file is damaged.
-        """
+        """See :meth:`training.objectives.Objective.verify`."""
 
     def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         return steps.state_of(self.make_model(), transform)
@@ -89,7 +83,7 @@ class ScoredObjective[C: RunConfig](ABC):
         train = self.config.train
 
         def loss_sum(model: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-            losses_B = self.losses(self.logits(model, batch, dropout=key, remat=train.remat), batch)
+            losses_B = self.losses(self.outputs(model, batch, dropout=key, remat=train.remat), batch)
             return losses_B.sum(), jnp.int32(len(losses_B))
 
         return steps.make_update(self.model, loss_sum, transform, parts=train.accumulate, seed=train.seed)
@@ -111,7 +105,6 @@ class ScoredObjective[C: RunConfig](ABC):
             state.parameters, state.variables, "val", rows_N, sharding, stops)
 
     def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
-        """``loss`` and the measure of the whole test split."""
         figures = self._figures(parameters, variables, "test", np.arange(self.counts["test"]), sharding, lambda: False)
         assert figures is not None  # nothing stops it
         return figures
@@ -139,7 +132,7 @@ class ScoredObjective[C: RunConfig](ABC):
         """The losses of a batch, and its answers, whole on every process."""
 
         def evaluate(parameters: Any, variables: Any, batch: Any) -> tuple[Array, Array]:
-            logits = self.logits(steps.build(self.model, parameters, variables), batch)
+            logits = self.outputs(steps.build(self.model, parameters, variables), batch)
             return self.losses(logits, batch), self.answers(logits, batch)
 
         return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -152,7 +145,7 @@ class ScoredObjective[C: RunConfig](ABC):
         return type(batch)(*place(inputs, sharding), place(targets, of_rows))
 
 
-def compiled_step(objective: ScoredObjective) -> tuple[Any, Callable[[], Callable[[], Array]]]:
+def compiled_step(objective: ExampleObjective) -> tuple[Any, Callable[[], Callable[[], Array]]]:
     """The compiled training step of an objective on one device, for measurements.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Training of classifiers: the objective that the loop of ``training`` needs, from a config and a task's data."""
+"""A classifier of sequences of tokens, as on the tasks of Long Range Arena."""
 
 from typing import Any, NamedTuple
 
@@ -10,10 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import LraConfig
-from lra.tasks import Dataset, Split
+from data.labelled import Dataset, Split
 from models.encoder import Classifier
 from support.errors import ConfigError
-from training.examples import ScoredObjective
+from training.objectives.examples import ExampleObjective
 
 
 class Examples(NamedTuple):
@@ -26,7 +26,7 @@ class Examples(NamedTuple):
     labels_B: Int[Array | np.ndarray, " B"]
 
 
-class Classification(ScoredObjective[LraConfig]):
+class Classification(ExampleObjective[LraConfig]):
     """An encoder with a classifier on the examples of a task.
 
     Args:
@@ -43,10 +43,11 @@ class Classification(ScoredObjective[LraConfig]):
         self._padded = tuple(any((split.lengths[tower] < config.model.context).any()
                                  for split in dataset.splits.values()) for tower in range(config.model.towers))
         self.model = nnx.eval_shape(self.make_model)
-        self.name, self.measure, self.padded = config.data.task, "accuracy", any(self._padded)
-        self.checksum, self.notes = dataset.checksum, dataset.notes
+        self.corpus = f"this one of {config.data.task} (with its data.max_length, train_examples and val_examples)"
+        self.checksum, self.notes, self.padded = dataset.checksum, dataset.notes, any(self._padded)
         self.counts = {name: len(split.labels) for name, split in dataset.splits.items()}
-        self.facts = {"task": config.data.task, "baselines": dataset.baselines}
+        self.size = f"{self.counts['train']:,} examples of {config.data.task}"
+        self.measure, self.facts = "accuracy", {"task": config.data.task, "baselines": dataset.baselines}
 
     def make_model(self) -> Classifier:
         return Classifier(self.config.model, self._dataset.vocabulary, rngs=nnx.Rngs(self.config.train.seed))
@@ -56,7 +57,7 @@ class Classification(ScoredObjective[LraConfig]):
         return batch._replace(valid=tuple(valid_BT if padded else None
                                           for valid_BT, padded in zip(batch.valid, self._padded, strict=True)))
 
-    def logits(self, model: Classifier, batch: Examples, **options: Any) -> Float[Array, "B C"]:
+    def outputs(self, model: Classifier, batch: Examples, **options: Any) -> Float[Array, "B C"]:
         tokens, valid = jax.tree.map(jnp.asarray, (batch.tokens, batch.valid))
         return model.forward(*tokens, valid_BT=valid, **options)
 

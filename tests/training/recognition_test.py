@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from configs.schema import EncoderConfig, OptimizerConfig, SpeechConfig, TrainConfig
+from data.utterances import frames_needed
 from models.encoder import resolve_config
-from speech import recognition, synthetic
-from speech.recognition import Recognition, ctc_losses, decode, error_rate, take
-from speech.utterances import frames_needed
+from speech import synthetic
 from support.errors import ConfigError
+from training.objectives.recognition import Recognition, ctc_losses, decode, error_rate, take
 from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import build
@@ -147,7 +147,7 @@ def test_an_evaluation_is_of_the_whole_split_and_a_longer_context_changes_nothin
     batch = take(val, np.arange(6), CONTEXT + 9, 20)
     model = build(objective.model, state.parameters, state.variables)
     model.encoder.config = resolve_config(EncoderConfig(**vars(config().model) | {"context": CONTEXT + 9}))
-    logits_BTV = jax.jit(lambda batch: objective.logits(model, batch))(batch)
+    logits_BTV = jax.jit(lambda batch: objective.outputs(model, batch))(batch)
     found = objective.evaluator(sharding())(state)
     assert found is not None
     losses_B = losses(logits_BTV, batch.valid_BT, batch.symbols_BL)
@@ -172,4 +172,4 @@ def test_utterances_beyond_the_context_are_refused():
     longer = synthetic.load(context=CONTEXT + 10, train_utterances=9, val_utterances=6, seed=0)
     with pytest.raises(ConfigError, match=r"model\.context is 60; expected at least \d+, the frames of the longest"):
         Recognition(config(), longer)
-    assert recognition.Recognition(config(), dataset()).padded
+    assert Recognition(config(), dataset()).padded

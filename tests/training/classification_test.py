@@ -11,10 +11,10 @@ import optax
 import pytest
 
 from configs.schema import EncoderConfig, LraConfig, OptimizerConfig, TaskConfig, TrainConfig
-from lra.classification import Classification, take
 from models.encoder import resolve_config
 from tests.lra import fake
-from training.examples import order
+from training.objectives.classification import Classification, take
+from training.objectives.examples import order
 from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import build
@@ -115,7 +115,7 @@ def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
 
 def test_a_large_val_split_is_evaluated_in_evenly_spaced_examples(monkeypatch):
     dataset, seen = fake.dataset(val=100), []
-    monkeypatch.setattr("training.examples.WHOLE_SPLIT", 50)
+    monkeypatch.setattr("training.objectives.examples.WHOLE_SPLIT", 50)
     objective = Classification(config(eval_batches=4), dataset)
     monkeypatch.setattr(objective, "_figures",
                         lambda parameters, variables, split, rows_N, sharding, stops: seen.append(rows_N))

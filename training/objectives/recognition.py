@@ -1,4 +1,4 @@
-"""Training of recognisers: the objective that the loop of ``training`` needs, from a config and a corpus."""
+"""A recogniser of speech, by connectionist temporal classification."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import SpeechConfig
+from data.utterances import Dataset, Split
 from models.recogniser import Recogniser
-from speech.utterances import Dataset, Split
 from support.errors import ConfigError
-from training.examples import ScoredObjective
+from training.objectives.examples import ExampleObjective
 
 
 class Utterances(NamedTuple):
@@ -27,7 +27,7 @@ class Utterances(NamedTuple):
     """Transcripts; 0 is padding."""
 
 
-class Recognition(ScoredObjective[SpeechConfig]):
+class Recognition(ExampleObjective[SpeechConfig]):
     """A recogniser of the utterances of a corpus.
 
     The loss is that of connectionist temporal classification, the negative log-probability of a transcript in nats,
@@ -51,10 +51,11 @@ class Recognition(ScoredObjective[SpeechConfig]):
         self.config, self._dataset = config, dataset
         self._most_symbols = max(split.symbols_NL.shape[1] for split in dataset.splits.values())
         self.model = nnx.eval_shape(self.make_model)
-        self.name, self.measure, self.padded = f"{config.data.corpus} speech", "error_rate", True
-        self.checksum, self.notes = dataset.checksum, dataset.notes
+        self.corpus = f"this one of {config.data.corpus} (with its data.train_utterances and val_utterances)"
+        self.checksum, self.notes, self.padded = dataset.checksum, dataset.notes, True
         self.counts = {name: len(split.lengths_N) for name, split in dataset.splits.items()}
-        self.facts = {"corpus": config.data.corpus, "symbols": len(dataset.symbols)}
+        self.size = f"{self.counts['train']:,} examples of {config.data.corpus} speech"
+        self.measure, self.facts = "error_rate", {"corpus": config.data.corpus, "symbols": len(dataset.symbols)}
 
     def make_model(self) -> Recogniser:
         return Recogniser(self.config.model, features=self._dataset.features, symbols=len(self._dataset.symbols) + 1,
@@ -63,7 +64,7 @@ class Recognition(ScoredObjective[SpeechConfig]):
     def take(self, split: str, rows_B: Int[np.ndarray, " B"]) -> Utterances:
         return take(self._dataset.splits[split], rows_B, self.config.model.context, self._most_symbols)
 
-    def logits(self, model: Recogniser, batch: Utterances, **options: Any) -> Float[Array, "B T V"]:
+    def outputs(self, model: Recogniser, batch: Utterances, **options: Any) -> Float[Array, "B T V"]:
         return model.forward(jnp.asarray(batch.frames_BTK), valid_BT=jnp.asarray(batch.valid_BT), **options)
 
     def losses(self, logits: Float[Array, "B T V"], batch: Utterances) -> Float[Array, " B"]:
@@ -76,7 +77,7 @@ class Recognition(ScoredObjective[SpeechConfig]):
         return error_rate(answers, self._dataset.splits[split].symbols_NL[rows_N])
 
     def verify(self) -> None:
-        """Raises as :meth:`speech.utterances.Dataset.verify`."""
+        """Raises as :meth:`data.utterances.Dataset.verify`."""
         self._dataset.verify()
 
 
@@ -110,10 +111,10 @@ def decode(logits_BTV: Float[Array, "B T V"], valid_BT: Bool[Array, "B T"]) -> I
     """Greedy decoding: the best symbol of each frame, without repetitions and then without blanks; 0 is padding."""
     best_BT = jnp.where(valid_BT, jnp.argmax(logits_BTV, axis=2), 0)
     before_BT = jnp.pad(best_BT, ((0, 0), (1, 0)))[:, :-1]
-    kept_BT = (best_BT != 0) & (best_BT != before_BT)
-    # A stable sort moves the kept symbols to the front.
-    order_BT = jnp.argsort(~kept_BT, axis=1, stable=True)
-    return jnp.take_along_axis(jnp.where(kept_BT, best_BT, 0), order_BT, axis=1).astype(jnp.int32)
+    is_symbol_BT = (best_BT != 0) & (best_BT != before_BT)
+    # A stable sort moves the symbols to the front.
+    order_BT = jnp.argsort(~is_symbol_BT, axis=1, stable=True)
+    return jnp.take_along_axis(jnp.where(is_symbol_BT, best_BT, 0), order_BT, axis=1).astype(jnp.int32)
 
 
 def error_rate(decoded_NT: Int[np.ndarray, "N T"], symbols_NL: Int[np.ndarray, "N L"]) -> float:
