@@ -1,6 +1,6 @@
 """The transformer block of language models and encoders."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -8,15 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import EncoderConfig, ModelConfig, Remat
-from kernels import device
+from configs.schema import Remat
 from kernels.gelu import gelu
 from kernels.layer_norm import Norm, add_layer_norm, layer_norm
 from kernels.remat import policy
 from models import attention as attentions
 from models.attention.self_attention import LayerCache, Linear
 from models.parameters import declare
-from support.errors import ConfigError
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -100,37 +98,8 @@ class Block(nnx.Module):
         return x_BTE, drop(self.mlp(h_BTE)), cache
 
 
-def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
-    """The attention mode of each layer, from the repeated pattern."""
-    return [config.attention[i % len(config.attention)] for i in range(config.layers)]
-
-
-def head_width(config: ModelConfig | EncoderConfig) -> int:
-    """D: ``head_width`` of the config, or E / H."""
-    return config.head_width or config.width // config.heads
-
-
-def check_heads(config: ModelConfig | EncoderConfig) -> None:
-    """Checks the number of heads and their width.
-
-    Raises:
-        ConfigError: they do not fit the model width or rotary positions.
-    """
-    if config.head_width is None and config.width % config.heads:
-        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; set "
-                          "model.head_width")
-    if config.positions == "rotary" and head_width(config) % 2:
-        raise ConfigError(f"model.positions is rotary and the head width {head_width(config)}; expected an even head "
-                          "width")
-
-
 def linears(model: nnx.Module) -> Iterator[Linear]:
     """The projections of a model."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
             yield module
-
-
-def compute_dtype(dtype: str) -> str:
-    """``dtype`` with ``auto`` resolved: bfloat16 if the device has hardware support."""
-    return dtype if dtype != "auto" else "bfloat16" if device.has_fast_bfloat16() else "float32"

@@ -13,9 +13,10 @@ from kernels.embedding import embed
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear
-from models.block import Block, LayerNorm, check_heads, compute_dtype, head_width, layer_modes, linears
+from models.block import Block, LayerNorm, linears
 from models.heads import LOGISTICS, Head, LogisticsHead, TiedHead
 from models.parameters import declare
+from models.sizes import check_heads, compute_dtype, head_width, layer_modes
 from support.errors import ConfigError
 from support.ranges import check_ranges
 

@@ -20,8 +20,8 @@ from flax import nnx
 
 from configs.schema import ModelConfig
 from models import gpt
-from models.block import head_width, layer_modes
 from models.gpt import GPT
+from models.sizes import head_width, layer_modes
 from support.errors import ConfigError, WeightsError
 from support.files import read_json, write_json
 

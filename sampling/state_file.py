@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.block import head_width, layer_modes
 from models.gpt import GPT
+from models.sizes import head_width, layer_modes
 from sampling.sampler import Memory
 from support.errors import StateError
 from support.files import replacing

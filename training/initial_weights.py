@@ -9,9 +9,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from configs.schema import Config, ModelConfig, RunConfig
-from models.block import head_width
 from models.gpt import GPT
 from models.parameters import declarations
+from models.sizes import head_width
 from support.command import note
 from support.errors import ConfigError, RunError
 from training.checkpoint import Checkpoints
