@@ -31,8 +31,8 @@ def _forward(x):
 def _backward(x, dy):
     # (1 + tanh u) / 2 as 1 / (1 + exp(−2u)): XLA would find a tanh in the forward pass and save it, on every device.
     dtype, x, dy = x.dtype, wide(x), wide(dy)
-    share = 1 / (1 + jnp.exp(-2 * _RATE * x * (1 + _CUBE * x * x)))
-    slope = share + x * share * (1 - share) * (2 * _RATE) * (1 + 3 * _CUBE * x * x)
+    sigmoid = 1 / (1 + jnp.exp(-2 * _RATE * x * (1 + _CUBE * x * x)))
+    slope = sigmoid + x * sigmoid * (1 - sigmoid) * (2 * _RATE) * (1 + 3 * _CUBE * x * x)
     return rounded(slope * dy, dtype),
 
 

@@ -134,8 +134,8 @@ def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array
     def drop(x: Array) -> Array:
         if key is None or rate == 0:
             return x
-        kept = jax.random.bernoulli(jax.random.fold_in(key, next(numbers)), 1 - rate, x.shape)
-        return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+        keep = jax.random.bernoulli(jax.random.fold_in(key, next(numbers)), 1 - rate, x.shape)
+        return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
     return drop
 

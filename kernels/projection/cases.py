@@ -66,7 +66,7 @@ class DecodeCase(Case):
         extras = {"GELU and sum": self.fused, "unembedding": self.unembedding,
                   f"and {self.narrow} × 2": self.narrow > 0, f"a mean of {self.mean}": self.mean > 0}
         return " ".join(["a token", f"E{self.E} F{self.F} × {self.count}", self.dtype,
-                         *(name for name, told in extras.items() if told)])
+                         *(name for name, present in extras.items() if present)])
 
     def make_shapes(self) -> Arrays:
         def of(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -80,9 +80,10 @@ class DecodeCase(Case):
         return shapes | ({"onto": of(1, 1, self.F)} if self.fused else {})
 
     def make_inputs(self) -> dict[str, np.ndarray]:
-        drawn = super().make_inputs()
-        drawn["x"] += np.float32(self.mean)
-        return {name: x * np.asarray(self.E**-0.5, x.dtype) if name.startswith("w") else x for name, x in drawn.items()}
+        inputs = super().make_inputs()
+        inputs["x"] += np.float32(self.mean)
+        return {name: x * np.asarray(self.E**-0.5, x.dtype) if name.startswith("w") else x
+                for name, x in inputs.items()}
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         norm = Norm(inputs["scale"], inputs["shift"], EPSILON, jnp.dtype(self.dtype))

@@ -27,7 +27,7 @@ class ShortConvolutionCase(Case):
 
     @property
     def sizes(self) -> str:
-        extras = [name for name, told in (("after others", self.past), ("segments", self.segments)) if told]
+        extras = [name for name, present in (("after others", self.past), ("segments", self.segments)) if present]
         return " ".join([f"B{self.B} T{self.T} F{self.F} K{self.K} {self.dtype}", *extras])
 
     def make_shapes(self) -> Arrays:
@@ -42,8 +42,8 @@ class ShortConvolutionCase(Case):
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         generator = np.random.default_rng(0)
-        drawn = {name: generator.normal(size=x.shape).astype(x.dtype) for name, x in self.make_shapes().items()}
-        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+        inputs = {name: generator.normal(size=x.shape).astype(x.dtype) for name, x in self.make_shapes().items()}
+        return inputs | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         ids_BT = inputs.get("segment_ids")

@@ -50,7 +50,7 @@ class Attention(SelfAttention):
     bidirectional = True
     decode_state = "growing"
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """False: blocks are counted from the start of a row."""
         return False
 
@@ -145,14 +145,14 @@ class Attention(SelfAttention):
         R, key = self.config.random_blocks, jax.random.key(SEED, impl="threefry2x32")
         bits_BNHR = jax.vmap(jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (self.heads, R),
                                                                 jnp.uint32)))(blocks_BN)
-        drawn: list[Array] = []
+        chosen: list[Array] = []
         for r in range(R):
             # Floyd's sampling without replacement: one of the candidates 0 … top or, if it is taken, top. Bentley,
             # "Programming Pearls: A Sample of Brilliance", 1987.
             top_BHN = jnp.broadcast_to(below_B1N + above_B1N - R + r, shape)
             one_BHN = bits_BNHR[..., r].swapaxes(1, 2) % (jnp.maximum(top_BHN, 0) + 1).astype(jnp.uint32)
-            drawn.append(jnp.where(top_BHN < 0, -1, _unless_in(drawn, one_BHN.astype(top_BHN.dtype), top_BHN)))
-        for x_BHN in drawn:
+            chosen.append(jnp.where(top_BHN < 0, -1, _unless_in(chosen, one_BHN.astype(top_BHN.dtype), top_BHN)))
+        for x_BHN in chosen:
             block_BHN = jnp.where(x_BHN < below_B1N, x_BHN + 1, x_BHN - below_B1N + blocks_BN[:, None] + 2)
             seen.append(jnp.where(x_BHN < 0, -1, block_BHN))
         return jnp.stack(seen, axis=-1)

@@ -27,7 +27,7 @@ class LayerOptions:
     """Gate of the output: an activation of a projection of the layer's input, 1 at initialisation. sigmoid is scaled
     by 2."""
 
-    MEANINGLESS: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    UNSUPPORTED_OPTIONS: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Options that this mode refuses, and why."""
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class LayerOptions:
         for option, values in _literals(type(self)).items():
             if (value := getattr(self, option)) not in values:
                 raise ConfigError(f"{self.flag(option)} is {value!r}; expected one of {', '.join(map(str, values))}")
-        for option, reason in self.MEANINGLESS.items():
+        for option, reason in self.UNSUPPORTED_OPTIONS.items():
             if (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
                 raise ConfigError(f"{self.flag(option)} is {value}: {reason}; expected {default}")
 

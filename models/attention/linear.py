@@ -90,7 +90,7 @@ class Attention(SelfAttention):
         """The log decay from the layer's input, log_decay_BTH, float32, if any."""
         return None
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """Only with a causal mask. Without one all tokens share one state, which excludes only padding."""
         return causal
 

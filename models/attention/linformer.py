@@ -39,7 +39,7 @@ class Config(LayerOptions):
     sharing: Literal["none", "headwise", "key-value"] = "key-value"
     """none: E and F of each head; headwise: E and F of all heads; key-value: one matrix for both."""
 
-    MEANINGLESS = MappingProxyType({"short_conv": "linformer is bidirectional"})
+    UNSUPPORTED_OPTIONS = MappingProxyType({"short_conv": "linformer is bidirectional"})
 
 
 class Attention(SelfAttention):
@@ -69,7 +69,7 @@ class Attention(SelfAttention):
         """Number of sums."""
         return self.config.k or max(1, min(256, self.max_length // 4))
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """False: E has no columns for a second segment."""
         return False
 

@@ -99,7 +99,7 @@ class Attention(SelfAttention):
             for ours, ordinary in self.init_from_projection.items():
                 getattr(self, ours).kernel[...] = getattr(self, ordinary).kernel[...]
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """Not in an encoder with global tokens, which would be the first tokens of any number of segments."""
         return causal or self.config.global_tokens == 0
 
@@ -131,19 +131,19 @@ class Attention(SelfAttention):
         seen_B = state.window.seen_B
 
         def with_global_rows() -> tuple[Array, KeyValueCache]:
-            kept = self._append_global(state.among_globals, *self._global_key_values(x_BTE[:, :early], positions_BT),
-                                       seen_B, lengths_B)
+            k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :early], positions_BT)
+            globals_ = self._append_global(state.among_globals, k_BSHD, v_BSHD, seen_B, lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
-            rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), kept.k_BHSD,
-                                   kept.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
+            rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), globals_.k_BHSD,
+                                   globals_.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
                                    _tags(B, self.config.global_tokens, None), _sees_past)
             is_global_BT11 = (t_BT < self.config.global_tokens)[..., None, None]
             rows_BTHD = jnp.where(is_global_BT11, rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, :early])
-            return jnp.concatenate([rows_BTHD, y_BTHD[:, early:]], axis=1), kept
+            return jnp.concatenate([rows_BTHD, y_BTHD[:, early:]], axis=1), globals_
 
-        y_BTHD, kept = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,
+        y_BTHD, globals_ = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,
                                 lambda: (y_BTHD, state.among_globals))
-        return y_BTHD, extended._replace(among_globals=kept)
+        return y_BTHD, extended._replace(among_globals=globals_)
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
@@ -194,19 +194,19 @@ class Attention(SelfAttention):
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, Cache]:
         B, seen_B = q_BTHD.shape[0], cache.window.seen_B
-        everybodys = self._append_global(cache.globals, k_BTHD, v_BTHD, seen_B, lengths_B)
+        global_kv = self._append_global(cache.globals, k_BTHD, v_BTHD, seen_B, lengths_B)
         keys, window = cache.window.append(k_BTHD, v_BTHD, lengths_B)
         early_s_BS, early_runs_BS = _tags(B, self.config.global_tokens, None)
         runs_BS = self._but_globals(keys.positions_BS, jnp.where(keys.positions_BS < 0, -1, 0))
         key_tags = (jnp.concatenate([early_s_BS, keys.positions_BS], axis=1),
                     jnp.concatenate([early_runs_BS, runs_BS], axis=1))
-        y_BTHD = one_group(q_BTHD, jnp.concatenate([everybodys.k_BHSD, keys.k_BHSD], axis=2),
-                            jnp.concatenate([everybodys.v_BHSD, keys.v_BHSD], axis=2),
+        y_BTHD = one_group(q_BTHD, jnp.concatenate([global_kv.k_BHSD, keys.k_BHSD], axis=2),
+                            jnp.concatenate([global_kv.v_BHSD, keys.v_BHSD], axis=2),
                             (keys.query_positions_BT, jnp.zeros_like(keys.query_positions_BT)), key_tags,
                             self._sees(causal=True))
         # Later windows contain no global token, so that the count never overflows.
         seen_B = jnp.minimum(window.seen_B, self.config.window + self.config.global_tokens)
-        return y_BTHD.astype(v_BTHD.dtype), cache._replace(window=window._replace(seen_B=seen_B), globals=everybodys)
+        return y_BTHD.astype(v_BTHD.dtype), cache._replace(window=window._replace(seen_B=seen_B), globals=global_kv)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         window, globals_ = min(self.config.window, context), self.config.global_tokens
@@ -248,12 +248,12 @@ class Attention(SelfAttention):
         """Hides global tokens in the window, which would count twice."""
         return jnp.where(t_BT < self.config.global_tokens, -1, runs_BT)
 
-    def _append_global(self, kept: KeyValueCache, k_BTHD: Array, v_BTHD: Array, seen_B: Array,
+    def _append_global(self, globals_: KeyValueCache, k_BTHD: Array, v_BTHD: Array, seen_B: Array,
                        lengths_B: Array | None) -> KeyValueCache:
         """The cache with the global ones of T more tokens."""
         early = min(k_BTHD.shape[1], self.config.global_tokens)
         count_B = jnp.clip(self.config.global_tokens - seen_B, 0, early)
-        return kept.append(k_BTHD[:, :early], v_BTHD[:, :early],
+        return globals_.append(k_BTHD[:, :early], v_BTHD[:, :early],
                            count_B if lengths_B is None else jnp.minimum(count_B, lengths_B))
 
     def _global_key_values(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array]:

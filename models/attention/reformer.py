@@ -43,7 +43,7 @@ from support.ranges import Count, Natural, Range
 
 UNFACTORED = 64
 """Maximum number of buckets hashed by one argmax; more are pairs of two, so that the cost grows as the square root."""
-_NOWHERE = -2  # a place that is not adjacent to that of any token
+NO_BLOCK = -2  # a place that is not adjacent to that of any token
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Config(LayerOptions):
     resample_every: Natural = 1
     """Training steps between redraws of the hash rotations. 0: never redrawn."""
 
-    MEANINGLESS = MappingProxyType(dict.fromkeys(
+    UNSUPPORTED_OPTIONS = MappingProxyType(dict.fromkeys(
         ("short_conv", "qk_activation", "qk_norm"), "reformer computes normalised keys from the queries"))
 
     def __post_init__(self) -> None:
@@ -153,8 +153,8 @@ class Attention(SelfAttention):
                 return shown_BHTS
 
             positions_BHT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], order_BHT.shape)
-            tags = (blocks(positions_BHT), blocks(place_BHT, _NOWHERE), [blocks(x, _NOWHERE) for x in place_RBHT[:-1]])
-            key_tags = jax.tree.map(lambda x: with_neighbours(x, before, after, _NOWHERE), tags)
+            tags = (blocks(positions_BHT), blocks(place_BHT, NO_BLOCK), [blocks(x, NO_BLOCK) for x in place_RBHT[:-1]])
+            key_tags = jax.tree.map(lambda x: with_neighbours(x, before, after, NO_BLOCK), tags)
             k_BHNSD, v_BHNSD = (with_neighbours(blocks(x), before, after) for x in (k_BHTD, v_BHTD))
             part = grouped_attention(blocks(q_BHTD), k_BHNSD, v_BHNSD, tags, key_tags, visible)
             return Part(tokens(part.y_BHNTD)[:, :, None], tokens(part.logsumexp_BHNT)[:, :, None])
@@ -164,7 +164,7 @@ class Attention(SelfAttention):
         rounds = len(order_RBHT)
         stacked = lax.map(jax.checkpoint(attend), (jnp.arange(rounds), order_RBHT, slot_RBHT, place_RBHT))
         parts = [Part(*(x[number] for x in stacked)) for number in range(rounds)]
-        y_BTHD = _or_itself(parts, v_BHTD[:, :, None])[:, :, 0].swapaxes(1, 2)
+        y_BTHD = fall_back_to_self(parts, v_BHTD[:, :, None])[:, :, 0].swapaxes(1, 2)
         return jnp.where((runs_BT >= 0)[..., None, None], y_BTHD, 0).astype(v_BTHD.dtype)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
@@ -200,7 +200,7 @@ class Attention(SelfAttention):
         part = grouped_attention(q_BHTD[:, :, :, None], past.k_BHSD[:, :, None], past.v_BHSD[:, :, None],
                                  (position_B1T1, [x_BHT[..., None] for x_BHT in buckets_RBHT]),
                                  list(jnp.moveaxis(buckets_BHSR, 3, 0)[:, :, :, None]), visible)
-        y_BTHD = _or_itself([part], v_BHTD[:, :, :, None])[:, :, :, 0].swapaxes(1, 2)
+        y_BTHD = fall_back_to_self([part], v_BHTD[:, :, :, None])[:, :, :, 0].swapaxes(1, 2)
         return y_BTHD.astype(v_BTHD.dtype), Cache(past, buckets_BHSR)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
@@ -266,7 +266,7 @@ def _near(query_place: Array, key_place: Array) -> Array:
     return (query_place == key_place) | (query_place == key_place + 1)
 
 
-def _or_itself(parts: list[Part], v_BHNTD: Array) -> Array:
+def fall_back_to_self(parts: list[Part], v_BHNTD: Array) -> Array:
     """One softmax over all parts; a token without visible tokens attends to itself."""
     alone_BHNT = jnp.stack([part.logsumexp_BHNT for part in parts]).max(axis=0) < HIDDEN / 2
     return jnp.where(alone_BHNT[..., None], v_BHNTD, combine(parts))

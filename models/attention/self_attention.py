@@ -122,7 +122,7 @@ class SelfAttention(nnx.Module):
             self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
             self.gate.bias[...] = jnp.full_like(self.gate.bias[...], OPEN_GATE_BIAS[options.output_gate])
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """Whether a row may have several segments; if not, a row is one segment followed by padding."""
         return True
 
@@ -254,7 +254,7 @@ class SelfAttention(nnx.Module):
             raise NotImplementedError(f"attention mode {self.name!r} "
                                       + ("is bidirectional and cannot be causal" if causal else
                                          "is causal and cannot be bidirectional"))
-        if several_segments and not self.packs(causal):
+        if several_segments and not self.supports_segments(causal):
             raise NotImplementedError(f"attention mode {self.name!r} cannot separate the segments of a row; expected "
                                       "rows of one segment followed by padding, with packed=False")
         if self.options.short_conv and not causal:

@@ -50,7 +50,7 @@ class Config(LayerOptions):
     temperature: Positive = 0.75
     """Temperature τ of the sort: the lower, the closer to a permutation."""
 
-    MEANINGLESS = MappingProxyType({"short_conv": "sinkhorn is bidirectional"})
+    UNSUPPORTED_OPTIONS = MappingProxyType({"short_conv": "sinkhorn is bidirectional"})
 
 
 class Attention(SelfAttention):
@@ -66,7 +66,7 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         self.sort = Linear(width, heads * -(-max_length // config.block_size), axes=("width", None), rngs=rngs)
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """False: a block may overlap two segments."""
         return False
 

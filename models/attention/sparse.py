@@ -66,7 +66,7 @@ class Attention(SelfAttention):
     bidirectional = True
     decode_state = "growing"
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """False: blocks are counted from the start of a row."""
         return False
 

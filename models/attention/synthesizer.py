@@ -48,7 +48,7 @@ class Config(LayerOptions):
     k: Count = 32
     """Width of the two matrices of factorised."""
 
-    MEANINGLESS = MappingProxyType(dict.fromkeys(
+    UNSUPPORTED_OPTIONS = MappingProxyType(dict.fromkeys(
         ("short_conv", "qk_activation", "qk_norm"), "synthesizer does not multiply queries and keys"))
 
 
@@ -78,7 +78,7 @@ class Attention(SelfAttention):
         else:
             self.scores_HLL = normal(max_length, 1.0, "positions")
 
-    def packs(self, causal: bool) -> bool:
+    def supports_segments(self, causal: bool) -> bool:
         """Only if causal: scores are looked up by the position in a segment, which encoders skip."""
         return causal
 

@@ -34,8 +34,8 @@ class WindowCache(NamedTuple):
     def append(self, k_BTHD: Array, v_BTHD: Array, lengths_B: Array | None) -> tuple[VisibleKeys, "WindowCache"]:
         """The keys visible to T more tokens, and the cache with the first ``lengths_B`` of each row; None: all."""
         T, W = k_BTHD.shape[1], self.k_BHWD.shape[2]
-        k_BHSD, v_BHSD = (jnp.concatenate([kept, new.swapaxes(1, 2).astype(kept.dtype)], axis=2)
-                          for kept, new in ((self.k_BHWD, k_BTHD), (self.v_BHWD, v_BTHD)))
+        k_BHSD, v_BHSD = (jnp.concatenate([past, new.swapaxes(1, 2).astype(past.dtype)], axis=2)
+                          for past, new in ((self.k_BHWD, k_BTHD), (self.v_BHWD, v_BTHD)))
         keys = VisibleKeys(k_BHSD, v_BHSD, self.seen_B[:, None] - W + jnp.arange(W + T)[None],
                     self.seen_B[:, None] + jnp.arange(T)[None])
         if lengths_B is None:

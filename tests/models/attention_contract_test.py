@@ -68,7 +68,7 @@ def run(module: SelfAttention):
     """The whole layer, compiled, because a mode may override more than ``mix``."""
     graph, state = nnx.split(module)
     return lambda x_BTE, segment_ids_BT=None, causal=module.causal: _layer(
-        graph, state, x_BTE, segment_ids_BT, causal, module.packs(causal))
+        graph, state, x_BTE, segment_ids_BT, causal, module.supports_segments(causal))
 
 
 @jax.jit(static_argnames=("graph", "causal", "packed"))  # shared by all tests with the same graph
@@ -131,7 +131,7 @@ def test_the_modes_are_found_and_helpers_are_not():
 def test_flags(mode):
     module = build(mode)
     assert all(type(flag) is bool for flag in (module.causal, module.bidirectional, module.prefix_exact,
-                                               module.packs(True), module.packs(False)))
+                                               module.supports_segments(True), module.supports_segments(False)))
     assert module.causal or module.bidirectional
     assert module.decode_state in ("none", "constant", "window", "growing")
     assert module.name == name_of(mode)
@@ -240,7 +240,7 @@ def test_segments_are_separate_sequences(mode):
     layer, x = run(module), make_x()
     cuts = range(0, T + 1, 50)
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
-    for causal in filter(module.packs, masks(module)):
+    for causal in filter(module.supports_segments, masks(module)):
         packed = layer(x, segment_ids, causal=causal)
         for start, end in itertools.pairwise(cuts):
             assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
@@ -252,7 +252,7 @@ def test_a_segment_does_not_see_the_others(mode):
     module = build(mode)
     layer, x = run(module), make_x()
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
-    for causal in filter(module.packs, masks(module)):
+    for causal in filter(module.supports_segments, masks(module)):
         y = layer(x, segment_ids, causal=causal)
         perturbed = layer(x.at[:, 50:100].set(make_x(seed=1)[:, 50:100]), segment_ids, causal=causal)
         own = np.arange(T) // 50 == 1
@@ -264,7 +264,7 @@ def test_a_segment_does_not_see_the_others(mode):
 def test_packed_rows_are_refused_where_segments_would_mix(mode):
     """Also where ids are unknown when the layer is traced."""
     module, x, ids = build(mode), make_x(4), jnp.zeros((B, 4), jnp.int32)
-    for causal in itertools.filterfalse(module.packs, masks(module)):
+    for causal in itertools.filterfalse(module.supports_segments, masks(module)):
         forward = functools.partial(module.forward, x, causal=causal)
         for call in (forward, jax.jit(forward)):
             with pytest.raises(NotImplementedError, match=f"'{mode}' cannot separate the segments of a row"):
@@ -280,7 +280,7 @@ def test_padding_anywhere_changes_nothing(mode):
     place = np.sort(np.random.default_rng(0).permutation(2 * T)[:T])
     padded, padded_ids = np.array(make_x(2 * T, seed=1)), np.full((B, 2 * T), -1, np.int32)
     padded[:, place], padded_ids[:, place] = x, ids
-    for causal in filter(module.packs, masks(module)):
+    for causal in filter(module.supports_segments, masks(module)):
         expected = layer(x, ids[None].repeat(B, axis=0), causal=causal)
         assert_close(layer(padded, padded_ids, causal=causal)[:, place], expected)
 
@@ -293,7 +293,7 @@ def test_gradients_are_the_slopes(mode):
     with jax.enable_x64(True):
         parameters = jax.tree.map(lambda p: p.astype(jnp.float64), parameters)
         x = jnp.asarray(make_x(70), jnp.float64)
-        packed = module.packs(module.causal)
+        packed = module.supports_segments(module.causal)
         segments = (jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40) if packed
                     else jnp.where(jnp.arange(70) < 60, 0, -1))
         segment_ids = segments[None].repeat(B, axis=0)
@@ -316,7 +316,7 @@ def test_gradients_in_bfloat16_are_those_in_float32(mode):
     def gradients(parameters, x_BTE):
         def total(parameters):
             y_BTE, _ = nnx.merge(graph, parameters, rest).forward(
-                x_BTE, causal=module.causal, segment_ids_BT=segments, packed=module.packs(module.causal))
+                x_BTE, causal=module.causal, segment_ids_BT=segments, packed=module.supports_segments(module.causal))
             signs = jnp.sign(jnp.sin(1 + jnp.arange(y_BTE.size))).reshape(y_BTE.shape)
             return jnp.sum(y_BTE.astype(jnp.float32) * signs)
 

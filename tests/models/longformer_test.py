@@ -78,7 +78,7 @@ def dense(module: Attention, x: jax.Array, causal: bool, positions: Any, segment
     (4, 2, POSITIONS, PACKED), (1, 7, None, PACKED)])
 def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_tokens, positions, segment_ids, causal):
     module = build(window, global_tokens)
-    if segment_ids is PACKED and not module.packs(causal):
+    if segment_ids is PACKED and not module.supports_segments(causal):
         pytest.skip("global tokens of several segments require a causal mask")
     y = jax.jit(lambda x: module.forward(x, causal=causal, positions_BT=positions, segment_ids_BT=segment_ids,
                                          packed=segment_ids is PACKED)[0])
@@ -136,14 +136,14 @@ def test_a_new_one_whose_window_holds_all_is_softmax():
 @pytest.mark.parametrize("global_tokens", [0, 2])
 def test_rows_of_several_segments_exclude_global_tokens_in_an_encoder(global_tokens):
     module = build(4, global_tokens)
-    assert (module.packs(True), module.packs(False)) == (True, global_tokens == 0)
+    assert (module.supports_segments(True), module.supports_segments(False)) == (True, global_tokens == 0)
     assert hasattr(module, "global_query") == (global_tokens > 0)
 
 
 def test_documents_can_be_packed():
     config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",)))
     model = nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0)))
-    assert model.blocks[0].attention.packs(causal=True)
+    assert model.blocks[0].attention.supports_segments(causal=True)
 
 
 @pytest.mark.thorough

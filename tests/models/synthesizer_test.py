@@ -33,7 +33,7 @@ def run(module: Any, x_BTE: jax.Array, segment_ids_BT: jax.Array | None = None, 
     graph, state = nnx.split(module)
     return np.asarray(jax.jit(lambda state, x_BTE: nnx.merge(graph, state).forward(
         x_BTE, causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT,
-        packed=module.packs(causal))[0])(state, x_BTE))
+        packed=module.supports_segments(causal))[0])(state, x_BTE))
 
 
 def double(x: Any) -> np.ndarray:

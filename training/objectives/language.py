@@ -55,7 +55,7 @@ class LanguageModelling:
         if causal:
             samples.check(self._config.train, self.model)
         for block in steps.backbone(self.model).blocks if self.padded else ():
-            if not block.attention.packs(causal=causal):
+            if not block.attention.supports_segments(causal=causal):
                 raise ConfigError(f"data.packing is documents; expected stream: attention mode "
                                   f"{block.attention.name!r} cannot separate the documents of a row")
 
