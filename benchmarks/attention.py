@@ -22,25 +22,26 @@ import functools
 import importlib.util
 import math
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from flax import nnx
 
-from benchmarks import report
+from benchmarks import report, timing
 from benchmarks.picture import Panel, curves, published
 from kernels.cases import TimedAttention, find_attentions
 from models.attention import abstract, causal_modes, encoder_modes, load
-from models.mode_text import HELP, mode_config, split_mode
+from models.mode_text import mode_config, split_mode
 from support.command import status
 from support.errors import ConfigError
+from support.ranges import Count, Positive
+from training.environment import peak_bytes
 
-PARTS = ("contexts", "chunks", "noncausal", "kernel")
 PASSES = {"forward": "forward", "both": "forward + backward"}
 BASELINE = "softmax"
 """The attention to which others are compared."""
@@ -51,7 +52,7 @@ WARM_UP_CALLS = 4
 
 
 @dataclass
-class Row(report.ModeRow):
+class Row(timing.ModeRow):
     """One call of one implementation, with its measurement.
 
     ``mode`` is an attention mode, ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``. ``ratio`` is the
@@ -77,7 +78,7 @@ class Row(report.ModeRow):
 
     def __post_init__(self) -> None:
         if self.implementation is None:
-            self.implementation = report.form(self._picked_form())
+            self.implementation = timing.form(self._picked_form())
             self.picked_chunk_size = None if self.chunk_size else self._picked_chunk_size()
 
     @property
@@ -94,8 +95,8 @@ class Row(report.ModeRow):
     @property
     def published(self) -> dict[str, float]:
         """``milliseconds`` or ``megabytes`` of this case, as published for other code and another device."""
-        told = {} if self.causal or self.passes != "forward" else published("noncausal", "shapes")
-        return told.get(self.shape_name, {}).get(self.mode, {})
+        known = {} if self.causal or self.passes != "forward" else published("noncausal", "shapes")
+        return known.get(self.shape_name, {}).get(self.mode, {})
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -149,6 +150,36 @@ class Row(report.ModeRow):
         return forward if self.passes == "forward" or forward == backward else None
 
 
+@dataclass(kw_only=True)
+class Options(report.PictureOptions):
+    """The flags."""
+
+    part: tyro.conf.Positional[Literal["contexts", "chunks", "noncausal", "kernel"]]
+    """What to time."""
+    contexts: tuple[Count, ...] = ()
+    """Sequence lengths of contexts and chunks. Empty: for contexts powers of two from 512 to 524288 on a GPU, to 16384
+    elsewhere; for chunks 1024,4096,16384, on a GPU 65536 too."""
+    chunks: tuple[Count, ...] = (16, 32, 64, 128, 256, 512)
+    """Chunk lengths."""
+    modes: tuple[str, ...] = ()
+    """Attentions of ops, NAME or NAME:FORM, or attention modes with options, such as reformer:rounds=4. Empty: all ops
+    that the device supports; for noncausal softmax and linear."""
+    passes: tuple[Literal["forward", "both"], ...] = ("forward", "both")
+    """Passes to time."""
+    batch: Count = 1
+    """Sequences."""
+    heads: Count | None = None
+    """Heads. None: 12; for noncausal 1."""
+    head_width: Count = 64
+    """D and M."""
+    repeats: Count = 20
+    """Samples of each case."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """None: bfloat16 on a GPU and in kernel, float32 elsewhere."""
+    seconds_per_case: Positive = 60.0
+    """About how long the samples of a case may take."""
+
+
 def attentions() -> dict[str, TimedAttention]:
     """The attentions of all ops by name, the baseline first."""
     return dict(sorted(find_attentions().items(), key=lambda item: item[0] != BASELINE))
@@ -158,14 +189,14 @@ def is_quadratic(mode: str) -> bool:
     """Whether a mode, or any of its forms if none is named, is quadratic in the context."""
     name, form, _ = split_mode(mode)
     forms = attentions()[name].forms if name in attentions() else {}
-    return any(told.quadratic for told in ([forms[form]] if form is not None and form in forms else forms.values()))
+    return any(one.quadratic for one in ([forms[form]] if form is not None and form in forms else forms.values()))
 
 
 @functools.lru_cache(maxsize=1)
 def tensors(shape: tuple[int, int, int, int], dtype: str, passes: str, features: bool = True) -> tuple[jax.Array, ...]:
     """Random q and k, which are positive if they are features, v and, for the backward pass, ∂y, all (B, T, H, D).
 
-    They repeat every ``DISTINCT_TOKENS`` tokens, because long ones take longer to draw than to attend to.
+    They repeat every ``DISTINCT_TOKENS`` tokens, because long ones take longer to generate than to attend to.
     """
     B, T, H, D = shape
     generator = np.random.default_rng(0)
@@ -208,8 +239,8 @@ def prepare(row: Row) -> Callable[[], Any]:
 
     function, inputs = (attend, 3) if row.passes == "forward" else (both, 4)
     compiled = jax.jit(function).lower(*[row.inputs] * inputs).compile()
-    row.peak_bytes = report.peak_bytes(compiled)
-    report.check_memory(row.peak_bytes)
+    row.peak_bytes = peak_bytes(compiled)
+    timing.check_memory(row.peak_bytes)
     arguments = tensors(row.shape, row.dtype, row.passes, not row.is_layer)
     return lambda: compiled(*arguments)
 
@@ -277,19 +308,19 @@ def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float) -> Iterato
         repeats: samples of each.
         seconds: about how long the samples of a case may take; a case whose call takes longer is not run.
     """
-    outlook = report.Outlook(seconds)
+    predictor = timing.CostPredictor(seconds)
     groups: dict[tuple[Any, ...], list[Row]] = {}  # cases of the same call take turns
     for row in rows:
         groups.setdefault((row.part, row.passes, row.shape, row.dtype), []).append(row)
     for group in groups.values():
         for row in group:
-            row.error = outlook.refusal(row.series, row.work)
-        report.time_cases({n: (row, functools.partial(prepare, row)) for n, row in enumerate(group)}, repeats,
+            row.error = predictor.refusal(row.series, row.work)
+        timing.time_cases({n: (row, functools.partial(prepare, row)) for n, row in enumerate(group)}, repeats,
                           seconds=seconds)
         tensors.cache_clear()
         compare(group)
         for row in group:
-            outlook.learn(row.series, row.work, row.shape_name, row)
+            predictor.learn(row.series, row.work, row.shape_name, row)
         yield group
 
 
@@ -299,23 +330,23 @@ def compare(rows: Sequence[Row]) -> None:
     fla = _fastest(row for row in rows if row.mode in FLA)
     default = {row.mode: row.milliseconds for row in rows if row.part == "chunks" and row.chunk_size is None}
     for row in rows:
-        row.ratio = report.ratio(softmax, row.milliseconds)
-        row.times_fla = report.ratio(row.milliseconds, fla)
-        row.times_default = report.ratio(row.milliseconds, default.get(row.mode))
+        row.ratio = timing.ratio(softmax, row.milliseconds)
+        row.times_fla = timing.ratio(row.milliseconds, fla)
+        row.times_default = timing.ratio(row.milliseconds, default.get(row.mode))
 
 
 def _fastest(rows: Iterable[Row]) -> float | None:
     return min((row.milliseconds for row in rows if row.milliseconds is not None), default=None)
 
 
-def cases_of(part: str, options: Namespace) -> list[Row]:
+def cases_of(part: str, options: Options) -> list[Row]:
     """The cases of a part.
 
     Raises:
         ConfigError: no mode has chunks.
     """
     gpu = jax.default_backend() == "gpu"
-    modes = options.modes or default_modes(part, gpu)
+    modes = list(options.modes) or default_modes(part, gpu)
     dtype = options.dtype or ("bfloat16" if gpu or part == "kernel" else "float32")
     sizes = options.batch, options.heads or (1 if part == "noncausal" else 12), options.head_width
     if part == "chunks":
@@ -343,8 +374,8 @@ def default_modes(part: str, gpu: bool) -> list[str]:
     """The modes that are measured if none is named."""
     if part == "noncausal":
         return ["softmax:materialised", "softmax", "linear"]
-    ours = [f"{name}:{form}" for name, attention in attentions().items() for form, told in attention.forms.items()
-            if part in told.parts and (gpu or not told.gpu_only)]
+    ours = [f"{name}:{form}" for name, attention in attentions().items() for form, one in attention.forms.items()
+            if part in one.parts and (gpu or not one.gpu_only)]
     return ours + (list(FLA) if part in ("contexts", "kernel") and gpu and fla_installed() else [])
 
 
@@ -391,29 +422,16 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     return found
 
 
-@functools.partial(
-    report.Benchmark, module="benchmarks.attention", tables=COLUMNS, panels=panels, title="One attention call", flags={
-        "PART": {"choices": PARTS, "help": "what to time"},
-        "contexts": report.flag(
-            "sequence lengths of contexts and chunks (contexts: powers of two from 512 to 524288 on a GPU, to 16384 "
-            "elsewhere; chunks: 1024,4096,16384, on a GPU 65536 too)", type=report.positives),
-        "chunks": report.flag("chunk lengths", (16, 32, 64, 128, 256, 512)),
-        "modes": report.flag(f"{HELP}, of {', '.join([*attentions(), *FLA])} or attention modes (all ops that "
-                             "the device supports; noncausal: softmax and linear)", type=report.names),
-        "passes": report.flag("passes to time", tuple(PASSES), choices=tuple(PASSES)),
-        "batch": report.flag("sequences", 1), "heads": report.flag("heads (12; noncausal: 1)", type=report.positive),
-        "head-width": report.flag("D and M", 64), "repeats": report.flag("samples of each case", 20),
-        "dtype": report.flag("dtype (bfloat16 on a GPU and in kernel, float32 elsewhere)",
-                             choices=("float32", "bfloat16", "float16")),
-        "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0)})
-def main(options: Namespace, results: report.Results) -> None:
+@functools.partial(report.Benchmark, module="benchmarks.attention", options=Options, tables=COLUMNS, panels=panels,
+                   title="One attention call")
+def main(options: Options, results: report.Results) -> None:
     """The forms take turns at every shape."""
     if options.part == "kernel" and options.picture is not None:
         raise ConfigError("--picture: the part kernel has only a table; expected contexts, chunks or noncausal")
-    report.use_whole_device()
+    timing.use_whole_device()
     if fla_installed():
-        report.share_device()
-    for mode in options.modes or ():
+        timing.share_device()
+    for mode in options.modes:
         check_mode(mode, options.part)
     rows = cases_of(options.part, options)
     results.model = ", ".join(dict.fromkeys(row.dtype for row in rows))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.endless --tokens 100000 --json endless.json --picture endless.png
 
-The untrained model of a recipe draws tokens through the sampler of ``sample.py``. Each mode with each kind of positions
-is a process of its own, which records the time per token and its resident memory, or the memory in use of a GPU. A mode
-with a growing cache (softmax) draws ``--growing-tokens`` at most. For each of its points it starts anew, with a cache
-for no more tokens. ``late/early`` is the median of the last fifth of the windows over that of the second fifth, because
+The untrained model of a recipe samples tokens as ``sample.py`` does. Each mode with each kind of positions is a process
+of its own, which records the time per token and its resident memory, or the memory in use of a GPU. A mode with a
+growing cache samples ``--growing-tokens`` at most. For each of its points it starts anew, with a cache for no more
+tokens. ``late/early`` is the median of the last fifth of the windows over that of the second fifth, because
 the first one warms up. For a growing mode it is the last point over the first. ``evaluate.py`` has the loss at contexts
 beyond that of training.
 """
@@ -13,27 +13,25 @@ beyond that of training.
 import functools
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks import picture, report
+from benchmarks import picture, report, timing
 from benchmarks.recipes import recipe_model
 from configs.schema import ModelConfig
 from kernels import cpu
 from models import attention, gpt
 from models.gpt import GPT
-from models.mode_text import HELP
 from sampling.sampler import Sampler, Sampling
 from support.command import status
-from support.errors import ConfigError
+from support.ranges import Count
 
 WINDOWS = 50
 """Points of the curve of a mode with a state of constant size."""
@@ -48,7 +46,7 @@ class Row:
     mode: str
     positions: str
     position: int | None = None
-    """Tokens drawn so far."""
+    """Tokens sampled so far."""
     milliseconds: float | None = None
     """Mean per token since the row before; for a growing mode over the last eighth."""
     resident_bytes: int | None = None
@@ -66,8 +64,8 @@ class Row:
         return self.resident_bytes and self.resident_bytes / 2**20
 
 
-def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
-    """What a process answers: position, milliseconds per token and resident bytes of each window.
+def sample_tokens(case: dict[str, Any]) -> dict[str, Any]:
+    """The result of a process: position, milliseconds per token and resident bytes of each window.
 
     Args:
         case: ``model``, the fields of a :class:`ModelConfig`, ``vocabulary``, ``tokens`` and ``windows``.
@@ -77,13 +75,13 @@ def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
     sampler = Sampler(GPT(config, case["vocabulary"], rngs=nnx.Rngs(0)))
     sampler.warm_up(1, case["tokens"])
     found: list[tuple[int, float, int | None]] = []
-    drawn, before, start = 0, 0, time.perf_counter()
+    sampled, before, start = 0, 0, time.perf_counter()
     for piece_BT in sampler.generate(np.zeros(1, np.int64), Sampling(), max_new_tokens=case["tokens"]):
-        drawn += piece_BT.shape[1]
-        if drawn * case["windows"] >= (len(found) + 1) * case["tokens"]:
+        sampled += piece_BT.shape[1]
+        if sampled * case["windows"] >= (len(found) + 1) * case["tokens"]:
             now = time.perf_counter()
-            found.append((drawn, 1e3 * (now - start) / (drawn - before), resident_bytes()))
-            before, start = drawn, now
+            found.append((sampled, 1e3 * (now - start) / (sampled - before), resident_bytes()))
+            before, start = sampled, now
     return {"windows": found}
 
 
@@ -101,17 +99,17 @@ def measure(mode: str, config: ModelConfig, vocabulary: int, tokens: int, growin
     (name,) = config.attention
     if attention.abstract(name, config.modes[name], head_width=config.width // config.heads, width=config.width,
                           max_length=config.context).decode_state != "growing":
-        return _draw(mode, config, vocabulary, tokens, WINDOWS)
+        return _sample(mode, config, vocabulary, tokens, WINDOWS)
     rows, length = [], min(LEAST_GROWING, growing_tokens)
     while length <= growing_tokens:
-        rows += _draw(mode, config, vocabulary, length, 8)[-1:]
+        rows += _sample(mode, config, vocabulary, length, 8)[-1:]
         length *= 2
     return rows
 
 
-def _draw(mode: str, config: ModelConfig, vocabulary: int, tokens: int, windows: int) -> list[Row]:
+def _sample(mode: str, config: ModelConfig, vocabulary: int, tokens: int, windows: int) -> list[Row]:
     status(f"{mode}, {config.positions} positions, {tokens:,} tokens …")
-    found = report.in_process("benchmarks.endless", {
+    found = timing.in_process("benchmarks.endless", {
         "model": asdict(config), "vocabulary": vocabulary, "tokens": tokens, "windows": windows})
     if "error" in found:
         return [Row(mode, config.positions, error=found["error"])]
@@ -159,22 +157,30 @@ def _by_power(points: picture.Curve) -> picture.Curve:
     return {x: median(ys) for x, ys in groups.items()}
 
 
-@functools.partial(
-    report.Benchmark, module="benchmarks.endless", tables=TABLE, panels=panels,
-    title="Sampling without end", answer=draw_tokens, flags={
-        "recipe": report.flag("recipe of the model", Path("configs/quickstart.py"), Path),
-        "modes": report.flag(HELP, ("chunked", "softmax")),
-        "positions": report.flag("kinds of positions, with commas between", ("rotary", "none")),
-        "tokens": report.flag("tokens to draw", 100_000),
-        "growing-tokens": report.flag("tokens to draw with a growing cache", 16_384),
-        "vocabulary": report.flag("tokens in the vocabulary", 257)})
-def main(options: Namespace, results: report.Results) -> None:
+@dataclass(kw_only=True)
+class Options(report.PictureOptions):
+    """The flags."""
+
+    recipe: Path = Path("configs/quickstart.py")
+    """Recipe of the model."""
+    modes: tuple[str, ...] = ("chunked", "softmax")
+    """Attention modes, each with its form or options if need be, such as reformer:rounds=4."""
+    positions: tuple[Literal["rotary", "none"], ...] = ("rotary", "none")
+    """Kinds of positions: those without a last one."""
+    tokens: Count = 100_000
+    """Tokens to sample."""
+    growing_tokens: Count = 16_384
+    """Tokens to sample with a growing cache."""
+    vocabulary: Count = 257
+    """Tokens in the vocabulary."""
+
+
+@functools.partial(report.Benchmark, module="benchmarks.endless", options=Options, tables=TABLE, panels=panels,
+                   title="Sampling without end", measure_case=sample_tokens)
+def main(options: Options, results: report.Results) -> None:
     """Every mode with each kind of positions."""
     cpu.configure_process()
-    report.share_device()
-    for positions in options.positions:
-        if positions not in ("rotary", "none"):
-            raise ConfigError(f"--positions {positions}: expected rotary or none, which have no last position")
+    timing.share_device()
     configs = [(mode, recipe_model(options.recipe, mode, positions=positions))
                for mode in options.modes for positions in options.positions]
     results.model = configs[0][1].dtype

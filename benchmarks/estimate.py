@@ -10,7 +10,7 @@ compilation/cards.py. Launches do not overlap. The rates are from data sheets an
 never checked on a card with this code: the ratio of two estimates says more than either. An estimate does not include
 waits inside a kernel, waves of its programs, or what stays in the cache between launches.
 
-With ``--devices`` it tells, in place of the time, the operations of products on each device, the bytes that a device
+With ``--devices`` it reports, in place of the time, the operations of products on each device, the bytes that a device
 exchanges by kind of collective, and its memory; ``--card cpu`` compiles for this machine's CPU.
 
 Recipe and further flags are those of ``train.py``; without ``--devices`` the mesh is one device. The program is
@@ -30,10 +30,9 @@ import math
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +50,7 @@ from models import gpt
 from models.parameters import count_parameters
 from support.command import status
 from support.errors import ConfigError
+from support.ranges import Count
 from training.sharding import mesh_sizes
 from training.step import abstract_model
 
@@ -63,8 +63,24 @@ LEAST_PASSES = 11
 CPU = "cpu"
 """In place of the name of a card: this machine's CPU."""
 
-Told = tuple[list[str], dict[str, Any]]
-"""Lines about an estimate, and what the file has of it."""
+Estimate = tuple[list[str], dict[str, Any]]
+"""Lines about an estimate, and its fields in the file."""
+
+
+@dataclass(kw_only=True)
+class Options(report.Options):
+    """The flags, besides those of ``train.py``."""
+
+    card: Literal[*RATES, "cpu"] = "h200"  # pyright: ignore[reportInvalidTypeForm]
+    """Card with a description in compilation/targets; cpu: only with --devices."""
+    devices: Count | None = None
+    """Devices of the mesh: what each computes, exchanges and keeps, without the time."""
+    kernel: str | None = None
+    """One call of an op, OP:B,T,H,D, in place of a recipe."""
+    sampling: bool = False
+    """One token of one sample."""
+    vocabulary: Count | None = None
+    """Tokens in the vocabulary. None: those of the token files or of the tokenizer."""
 
 
 def trace(gpu: Target, config: Config, vocabulary: int, sampling: bool) -> jax.stages.Traced:
@@ -131,21 +147,22 @@ def check_mesh(config: Config, devices: int) -> None:
     sizes = mesh_sizes(config, devices)
     used = math.prod(sizes.values())
     if used < devices:
-        told = " × ".join(f"mesh.{axis} {size}" for axis, size in sizes.items())
+        mesh = " × ".join(f"mesh.{axis} {size}" for axis, size in sizes.items())
         raise ConfigError(
-            f"--devices is {devices}; the mesh {told} takes {used}: train.batch_size / train.accumulate is "
+            f"--devices is {devices}; the mesh {mesh} takes {used}: train.batch_size / train.accumulate is "
             f"{config.train.batch_size // config.train.accumulate}; expected --devices {used}, a larger "
             "--train.batch-size, or a mesh that splits more than the batch, such as --mesh.context "
             f"{sizes['context'] * devices // used}")
 
 
-def tell_shares(config: Config, vocabulary: int, gpu: Target | None, options: Namespace) -> Told:
+def estimate_shares(config: Config, vocabulary: int, gpu: Target | None, options: Options) -> Estimate:
     """What each of ``options.devices`` devices takes of a step.
 
     Raises:
         ConfigError: the mesh does not take all devices.
         BenchmarkError: the step cannot be compiled.
     """
+    assert options.devices is not None
     check_mesh(config, options.devices)
     status("compiling …")
     found = share_of_step(config, options.devices, vocabulary, gpu)
@@ -158,7 +175,7 @@ def tell_shares(config: Config, vocabulary: int, gpu: Target | None, options: Na
         "card": options.card, "devices": options.devices, "vocabulary": vocabulary, **fields_of(config), **found}
 
 
-def tell_call(call: Call, gpu: Target, options: Namespace) -> Told:
+def estimate_call(call: Call, gpu: Target, options: Options) -> Estimate:
     """The estimate of a call."""
     status("compiling …")
     found = estimate(gpu, trace_call(gpu, call), RATES[options.card])
@@ -169,7 +186,7 @@ def tell_call(call: Call, gpu: Target, options: Namespace) -> Told:
             ], {"passes": passes, "limit": {"bytes": least, "ms": limit}, **found}
 
 
-def tell_program(config: Config, vocabulary: int, gpu: Target, options: Namespace) -> Told:
+def estimate_program(config: Config, vocabulary: int, gpu: Target, options: Options) -> Estimate:
     """The estimate of a step or a token, and of that of the baseline.
 
     Raises:
@@ -206,7 +223,7 @@ def tell_program(config: Config, vocabulary: int, gpu: Target, options: Namespac
     return lines, more
 
 
-def describe(config: Config, options: Namespace) -> str:
+def describe(config: Config, options: Options) -> str:
     """The program of a config, in words."""
     return f"{','.join(config.model.attention)} attention, {config.model.dtype}, " + (
         "a token of one sample" if options.sampling else
@@ -232,23 +249,14 @@ TABLE = report.columns(
     summary=summary)
 
 
-@functools.partial(
-    report.Benchmark, module=MODULE, passes_on=True, tables=TABLE,
-    flags={"card": report.flag("card with a description in compilation/targets; cpu: only with --devices", "h200",
-                               choices=(*RATES, CPU)),
-           "devices": report.flag("devices of the mesh: what each computes, exchanges and keeps, without the time",
-                                  type=report.positive),
-           "kernel": report.flag("one call of an op, in place of a recipe", metavar="OP:B,T,H,D"),
-           "sampling": report.flag("one token of one sample", False),
-           "vocabulary": report.flag("tokens in the vocabulary (those of the token files or of the tokenizer)",
-                                     type=report.positive)})
-def main(options: Namespace, results: report.Results) -> int | None:
+@functools.partial(report.Benchmark, module=MODULE, options=Options, passes_on=True, tables=TABLE)
+def main(options: Options, results: report.Results) -> int | None:
     """Compiles a program and estimates its time."""
-    if not options.words and options.kernel is None:
+    if not results.train_flags and options.kernel is None:
         raise ConfigError("expected a recipe and flags of train.py, or --kernel OP:B,T,H,D; see --help")
     if options.devices is not None and (options.kernel is not None or options.sampling):
         raise ConfigError("--devices estimates a training step: it takes neither --kernel nor --sampling")
-    if options.kernel is not None and (options.words or options.sampling):
+    if options.kernel is not None and (results.train_flags or options.sampling):
         raise ConfigError("--kernel estimates one call of an op: it takes neither a recipe nor --sampling")
     if options.card == CPU and options.devices is None:
         raise ConfigError("--card cpu: there is no estimate of the time on a CPU; give --devices, or another card")
@@ -257,28 +265,29 @@ def main(options: Namespace, results: report.Results) -> int | None:
     if options.devices is not None:
         use_cpu_devices(options.devices)
     with contextlib.redirect_stderr(io.StringIO()) as notes:  # the other Python prints them too
-        program = None if call is not None else parse_program(options, gpu)
+        program = None if call is not None else parse_program(results.train_flags, gpu, options.vocabulary,
+                                                              options.devices)
     if gpu is not None and (python := target.find_python()) != sys.executable:
         # Its environment may lack the tokenizer. Remarks of XLA on programs too large for the card are left out.
-        given = [*options.arguments, *([] if program is None else ["--vocabulary", str(program[1])])]
+        given = [*results.arguments, *([] if program is None else ["--vocabulary", str(program[1])])]
         environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
         return subprocess.run([python, "-m", MODULE, *given], env=environment, check=False).returncode
     print(notes.getvalue(), end="", file=sys.stderr)
     if program is not None and options.devices is not None:
-        told, results.more = tell_shares(*program, gpu, options)
-        print("\n".join(told))
-        results.keep()
+        lines, results.more = estimate_shares(*program, gpu, options)
+        print("\n".join(lines))
+        results.write()
         return 0
     assert gpu is not None
     rates = RATES[options.card]
     if program is not None:
-        told, found = tell_program(*program, gpu, options)
+        lines, found = estimate_program(*program, gpu, options)
     else:
         assert call is not None
-        told, found = tell_call(call, gpu, options)
+        lines, found = estimate_call(call, gpu, options)
     results.heading = "\n".join([
         f"an estimate, no measurement: {gpu.kind} at {rates}; jax {jax.__version__}, "
-        f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}", *told])
+        f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}", *lines])
     rows = found.pop("rows")
     results.more = {"card": options.card, "constants": asdict(rates), "jax": jax.__version__, **found}
     results.add(*rows)

@@ -14,9 +14,8 @@ import functools
 import re
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,19 +196,28 @@ def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None
         f"{len(failures)} failures" if failures else "no spill, no serialised wgmma, no overrun")]
 
 
+@dataclass(kw_only=True)
+class Options:
+    """The flags."""
+
+    only: str = ""
+    """Compile only the cases with this in their name."""
+    ours: bool = False
+    """Compile only the cases that have a kernel of ours."""
+    others: bool = False
+    """Compile only the cases that have none."""
+
+
 @functools.partial(
-    report.Benchmark, module="benchmarks.gpu_check", json=False, tables={
+    report.Benchmark, module="benchmarks.gpu_check", options=Options, tables={
         "kernels": report.columns(
             ("case", "case", ""), ("kernel", "name", ""), ("registers", "registers", ""),
             ("spilled bytes", "spilled_bytes", ","), ("shared bytes", "shared_bytes", ","),
             ("warps", lambda row: row["threads"] and row["threads"] // 32, ""),
             ("", lambda row: row["faults"] or "ok", "")),
         "launches": report.columns(("case", "case", ""), ("launches", "launches", ""), ("at most", "most", ""),
-                                   title="Launches for a token")},
-    flags={"only": report.flag("compile only the cases with this in their name", default="", metavar="TEXT"),
-           "ours": report.flag("compile only the cases that have a kernel of ours", False),
-           "others": report.flag("compile only the cases that have none", False)})
-def main(options: Namespace, results: report.Results) -> None:
+                                   title="Launches for a token")})
+def main(options: Options, results: report.Results) -> None:
     """Compiles the cases."""
     if not can_compile():
         raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")

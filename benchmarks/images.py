@@ -3,9 +3,9 @@
     python -m benchmarks.images --json images.json --picture images.png
     python -m benchmarks.images --recipe configs/cifar10.py --modes linear,softmax --batches 1
 
-The model of ``--recipe`` has random weights. A sample is a batch of whole images, drawn by the sampler of
+The model of ``--recipe`` has random weights. A sample is a batch of whole images, from the sampler of
 ``sample.py``; modes take turns. Figures are medians. ``MODE:uncached`` computes the whole prefix again for each pixel.
-It is timed with 32, 64, 128, … and all tokens before the pixel, without drawing it; a sample is the sum over all
+It is timed with 32, 64, 128, … and all tokens before the pixel, without sampling it; a sample is the sum over all
 pixels, interpolated linearly between those, and constant before 32 tokens.
 
 ``published`` are the images a second of "Transformers are RNNs" (Katharopoulos et al., 2020), on a GPU.
@@ -15,11 +15,10 @@ pixels, interpolated linearly between those, and constant before 32 tokens.
 import functools
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +26,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from benchmarks import picture, report
+from benchmarks import picture, report, timing
 from benchmarks.recipes import recipe_model
 from models.gpt import GPT
-from models.mode_text import HELP
 from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling
 from support.command import status
+from support.ranges import Count
 
 UNCACHED = ":uncached"
 """End of a mode's name on the command line."""
 
 
 @dataclass
-class Row(report.ModeRow):
+class Row(timing.ModeRow):
     """One mode with one batch; ``milliseconds`` are of a whole batch of images, ``ratio`` relative to softmax."""
 
     batch: int
@@ -63,8 +62,8 @@ def positions(context: int) -> list[int]:
     return [*(TOKENS_PER_CALL << i for i in range(context.bit_length()) if TOKENS_PER_CALL << i < context), context]
 
 
-def draw_images(sampler: Sampler, batch: int) -> Float[np.ndarray, " calls"]:
-    """Draws a batch of whole images and returns the seconds of each ``TOKENS_PER_CALL`` pixels."""
+def sample_images(sampler: Sampler, batch: int) -> Float[np.ndarray, " calls"]:
+    """Samples a batch of whole images and returns the seconds of each ``TOKENS_PER_CALL`` pixels."""
     clock = [time.perf_counter()]
     separator, context = sampler.model.vocab_size - 1, sampler.model.config.context
     for _ in sampler.generate(np.array([separator]), Sampling(temperature=1.0), max_new_tokens=context, samples=batch,
@@ -89,19 +88,19 @@ def uncached_pixel(model: GPT, position: int, batch: int) -> Callable[[], jax.Ar
 def measure(models: Mapping[str, GPT], batch: int, repeats: int, published: Mapping[str, float]) -> list[Row]:
     """The rows of a batch, from the models and the published images a second, by mode."""
     rows = {mode: Row(batch, mode=mode, published=published.get(mode)) for mode in models}
-    cases: dict[Any, tuple[report.Row, Callable[[], Callable[[], Any]]]] = {}
+    cases: dict[Any, tuple[timing.Row, Callable[[], Callable[[], Any]]]] = {}
     calls: dict[str, list[np.ndarray]] = {mode: [] for mode in models}
     for mode, model in models.items():
         if mode.endswith(UNCACHED):
             for position in positions(model.config.context):
-                cases[mode, position] = report.Row(), functools.partial(uncached_pixel, model, position, batch)
+                cases[mode, position] = timing.Row(), functools.partial(uncached_pixel, model, position, batch)
         else:
             def prepare(model: GPT = model, seen: list[np.ndarray] = calls[mode]) -> Callable[[], None]:
                 sampler = Sampler(model, excluded=model.vocab_size - 1)
-                return lambda: seen.append(draw_images(sampler, batch))
+                return lambda: seen.append(sample_images(sampler, batch))
 
             cases[mode, None] = rows[mode], prepare
-    report.time_cases(cases, repeats, sample_seconds=0)
+    timing.time_cases(cases, repeats, sample_seconds=0)
     for mode, row in rows.items():
         context = models[mode].config.context
         if mode.endswith(UNCACHED):
@@ -120,7 +119,7 @@ def measure(models: Mapping[str, GPT], batch: int, repeats: int, published: Mapp
                                       for at in positions(context)}
         row.images_per_second = row.milliseconds and 1e3 * batch / row.milliseconds
     for row in rows.values():
-        row.ratio = report.ratio(row.milliseconds, rows["softmax"].milliseconds if "softmax" in rows else None)
+        row.ratio = timing.ratio(row.milliseconds, rows["softmax"].milliseconds if "softmax" in rows else None)
     return list(rows.values())
 
 
@@ -131,18 +130,29 @@ def panels(rows: Sequence[Row]) -> list[picture.Panel]:
             for batch in dict.fromkeys(row.batch for row in rows)]
 
 
-@functools.partial(
-    report.Benchmark, module="benchmarks.images", tables=TABLE, panels=panels, title="Images by pixels", flags={
-        "recipe": report.flag("recipe of images whose model is taken", Path("configs/mnist.py"), type=Path),
-        "modes": report.flag(f"{HELP}; MODE{UNCACHED}: without a decode state",
-                             ("linear", "softmax", f"softmax{UNCACHED}")),
-        "dtype": report.flag("compute dtype", "auto", choices=("auto", "float32", "bfloat16")),
-        "vocabulary": report.flag("levels of a pixel, and the separator", 257),
-        "batches": report.flag("images at once, with commas between", (1, 16)),
-        "repeats": report.flag("samples of each case", 5)})
-def main(options: Namespace, results: report.Results) -> None:
+@dataclass(kw_only=True)
+class Options(report.PictureOptions):
+    """The flags."""
+
+    recipe: Path = Path("configs/mnist.py")
+    """Recipe of images whose model is taken."""
+    modes: tuple[str, ...] = ("linear", "softmax", "softmax:uncached")
+    """Attention modes, each with its form or options if need be; MODE:uncached: without a decode state."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype."""
+    vocabulary: Count = 257
+    """Levels of a pixel, and the separator."""
+    batches: tuple[Count, ...] = (1, 16)
+    """Images at once."""
+    repeats: Count = 5
+    """Samples of each case."""
+
+
+@functools.partial(report.Benchmark, module="benchmarks.images", options=Options, tables=TABLE, panels=panels,
+                   title="Images by pixels")
+def main(options: Options, results: report.Results) -> None:
     """The modes of a batch take turns."""
-    report.use_whole_device()
+    timing.use_whole_device()
     configs = {mode: recipe_model(options.recipe, mode.removesuffix(UNCACHED), dtype=options.dtype)
                for mode in options.modes}
     results.model = next(iter(configs.values())).dtype

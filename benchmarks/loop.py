@@ -11,15 +11,16 @@ import functools
 import json
 import sys
 import tempfile
-from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from benchmarks import report
+from benchmarks import report, timing
 from benchmarks.recipes import parse_words
 from benchmarks.train_step import Step
 from support.errors import INTERRUPTED
+from support.ranges import Count
 
 WARM_UP_STEPS = 10
 """Steps before the first line that counts."""
@@ -34,17 +35,27 @@ def rates(metrics: Path) -> dict[str, float]:
             "wall_tokens_per_second": tokens / (last["wall_seconds"] - first["wall_seconds"])}
 
 
+@dataclass(kw_only=True)
+class Options(report.Options):
+    """The flags, besides those of ``train.py``."""
+
+    recipe: str = "configs/quickstart.py"
+    """Recipe of the run."""
+    attention: str = "chunked"
+    """Attention mode."""
+    steps: Count = 200
+    """Steps that count."""
+
+
 @functools.partial(
-    report.Benchmark, module="benchmarks.loop", passes_on=True, tables=report.columns(
+    report.Benchmark, module="benchmarks.loop", options=Options, passes_on=True, tables=report.columns(
         ("loop tokens/s", "tokens_per_second", ",.0f"),
         ("by wall clock", "wall_tokens_per_second", ",.0f"),
         ("bare tokens/s", "bare_tokens_per_second", ",.0f"), ("ratio", "ratio", ".3f"),
-        ("by wall clock", "wall_ratio", ".3f")),
-    flags={"recipe": report.flag("of the run", "configs/quickstart.py"), "attention": report.flag("mode", "chunked"),
-           "steps": report.flag("steps that count", 200)})
-def main(options: Namespace, results: report.Results) -> int | None:
+        ("by wall clock", "wall_ratio", ".3f")))
+def main(options: Options, results: report.Results) -> int | None:
     """Times the bare step, the loop and the bare step again; returns the exit code of ``train.py`` if it fails."""
-    report.use_whole_device()
+    timing.use_whole_device()
     # Here, because they require packages that a GPU machine may lack.
     import train
     from data.prepare import ensure
@@ -53,12 +64,12 @@ def main(options: Namespace, results: report.Results) -> int | None:
     total = WARM_UP_STEPS + options.steps
     flags = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",
              "--train.eval-every", str(total), "--checkpoint.every-steps", str(total),
-             "--optimizer.warmup-steps", str(total // 10), *options.words]
+             "--optimizer.warmup-steps", str(total // 10), *results.train_flags]
     config = parse_words(flags, None)
     half = -(-options.steps // 2)
     step = Step(config, TokenFiles.open(ensure(config.data)).vocabulary_size)
     jax.block_until_ready(step())
-    before = report.seconds_a_call(step, half)
+    before = timing.seconds_a_call(step, half)
     with tempfile.TemporaryDirectory() as directory:
         code = train.main([*flags, "--run-dir", f"{directory}/run"])
         if code == INTERRUPTED:
@@ -67,7 +78,7 @@ def main(options: Namespace, results: report.Results) -> int | None:
             return code
         row = rates(Path(directory, "run", "metrics.jsonl"))
     jax.block_until_ready(step())
-    bare = 2 * config.train.batch_size * config.model.context / (before + report.seconds_a_call(step, half))
+    bare = 2 * config.train.batch_size * config.model.context / (before + timing.seconds_a_call(step, half))
     ratio = row["tokens_per_second"] / bare
     results.more = {"model": config.to_dict()["model"], "ratio": ratio}
     results.add(row | {"bare_tokens_per_second": bare, "ratio": ratio,

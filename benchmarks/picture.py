@@ -44,7 +44,7 @@ def curves(rows: Iterable[Any], name: str | Callable[[Any], str], x: str,
     return found
 
 
-def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
+def render_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     """Writes a PNG or SVG, by the suffix of ``path``; without matplotlib, prints a note.
 
     Args:
@@ -64,20 +64,20 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     for axes, panel in zip(grid.flat, panels, strict=False):
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
-        _draw_curves(axes, panel)
+        _plot(axes, panel)
     for axes in grid.flat[len(panels):]:
         axes.remove()
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 
-def _draw_curves(axes: Any, panel: Panel) -> None:
+def _plot(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     names, ticks = list(dict.fromkeys([*panel.curves, *panel.published])), set[float]()
-    for suffix, drawn, style in ((" (published)", panel.published, {"linestyle": "--", "alpha": 0.6}),
+    for suffix, plotted, style in ((" (published)", panel.published, {"linestyle": "--", "alpha": 0.6}),
                                  ("", panel.curves, {"marker": "o", "markersize": 4})):
-        for name, curve in drawn.items():
+        for name, curve in plotted.items():
             points = {x: curve[x] for x in sorted(curve) if curve[x] is not None}
             if points:
                 ticks.update(points)

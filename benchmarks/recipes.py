@@ -1,6 +1,5 @@
 """What a benchmark takes from a recipe: a run, with flags of ``train.py``, or a model with another mode."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,17 +16,18 @@ VOCABULARIES = {"gpt2": 50_257, "bytes": 257, "pixels": 257}
 """Sizes of the tokenizers whose files may be missing; of images, with 256 levels."""
 
 
-def parse_program(options: Namespace, gpu: Target | None) -> tuple[Config, int]:
-    """The config of ``options.words``, flags of train.py, and the size of its vocabulary.
+def parse_program(words: Sequence[str], gpu: Target | None, vocabulary: int | None,
+                  devices: int | None) -> tuple[Config, int]:
+    """The config of train.py's command line, and the size of its vocabulary, unless ``vocabulary`` gives it.
 
     Raises:
-        ConfigError: the command line is wrong, asks for several devices without ``options.devices``, or the size of
-            the vocabulary is unknown.
+        ConfigError: the command line is wrong, asks for several devices while ``devices`` is None, or the size of the
+            vocabulary is unknown.
     """
-    config = parse_words(options.words, gpu)
-    if options.devices is None:
+    config = parse_words(words, gpu)
+    if devices is None:
         check_one_device(config)
-    return config, options.vocabulary or vocabulary_size(config)
+    return config, vocabulary or vocabulary_size(config)
 
 
 def check_one_device(config: Config) -> None:

@@ -22,36 +22,52 @@ times softmax GPT-2 of the same size in the package ``transformers``, which has 
 import functools
 import importlib.util
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import picture, report, transformers_gpt2
+from benchmarks import picture, report, timing, transformers_gpt2
 from benchmarks.recipes import recipe_model
-from benchmarks.train_step import SIZE_FLAGS, model_config, sizes
+from benchmarks.train_step import SizeOptions, model_config, sizes
 from configs.schema import ModelConfig
 from models.gpt import GPT
 from models.parameters import count_parameters
 from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
 from support.command import status
 from support.errors import ConfigError
+from support.ranges import Count
 from training import accounting
 
 CALLS_PER_SAMPLE = 4
 """Calls in a sample, without a wait between them; every sample begins at the same position."""
 
 
+@dataclass(kw_only=True)
+class Options(SizeOptions):
+    """The flags."""
+
+    recipe: Path | None = None
+    """Recipe whose model is taken, such as configs/quickstart.py."""
+    positions: tuple[Count, ...] = (128, 8192)
+    """How many tokens there are before."""
+    batches: tuple[Count, ...] = (1,)
+    """Sequences at once."""
+    prompt: Count | None = None
+    """Time to read a prompt of so many tokens too."""
+    peer: Literal["transformers"] | None = None
+    """Time its GPT-2 too."""
+
+
 @dataclass
-class Row(report.ModeRow):
+class Row(timing.ModeRow):
     """One mode at one position; times are of a token of every sequence.
 
     ``ratio`` is the time over that of the mode at the first position, with the same batch.
@@ -148,17 +164,17 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
     return draw_tokens
 
 
-def measure(samplers: Mapping[str, Sampler], size: str | None, batch: int, options: Namespace) -> list[Row]:
+def measure(samplers: Mapping[str, Sampler], size: str | None, batch: int, options: Options) -> list[Row]:
     """The rows of a batch: all positions of the samplers, by mode, in turns."""
     def prepare(sampler: Sampler, row: Row) -> Callable[[], jax.Array]:
-        report.check_memory(row.bytes_read)
+        timing.check_memory(row.bytes_read)
         draw_tokens = continuation(sampler, row.position, samples=batch, calls=CALLS_PER_SAMPLE)
         jax.block_until_ready(draw_tokens())
         return lambda: [draw_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
 
     rows = [Row(position, batch, size, mode=mode, bytes_read=bytes_read(sampler.model, position, batch))
             for position in options.positions for mode, sampler in samplers.items()]
-    report.time_cases({(row.mode, row.position): (row, functools.partial(prepare, samplers[row.mode], row))
+    timing.time_cases({(row.mode, row.position): (row, functools.partial(prepare, samplers[row.mode], row))
                        for row in rows}, options.repeats, sample_seconds=0, seconds=options.seconds_per_case)
     for row in rows:
         _fill(row, [sample / 1e3 / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
@@ -168,7 +184,7 @@ def measure(samplers: Mapping[str, Sampler], size: str | None, batch: int, optio
 def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
     """Seconds to read a prompt of so many tokens through the sampler, in chunks, and to draw as many."""
     prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
-    samples = report.time_by_turns({"": lambda: sampler.encode(prompt_T, reserve=1)}, report.LEAST_SAMPLES,
+    samples = timing.time_by_turns({"": lambda: sampler.encode(prompt_T, reserve=1)}, timing.LEAST_SAMPLES,
                                    sample_seconds=0)
     sampler.warm_up(1, tokens)
     reading, drawing = median(samples[""]), _draw_seconds(sampler, tokens)
@@ -176,11 +192,11 @@ def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
 
 
 def _draw_seconds(sampler: Sampler, tokens: int) -> float:
-    return report.seconds_a_call(lambda: list(sampler.generate(
+    return timing.seconds_a_call(lambda: list(sampler.generate(
         np.zeros(1, np.int64), Sampling(), max_new_tokens=tokens)), 1)
 
 
-def measure_peer(config: ModelConfig, vocabulary: int, size: str | None, batch: int, options: Namespace) -> list[Row]:
+def measure_peer(config: ModelConfig, vocabulary: int, size: str | None, batch: int, options: Options) -> list[Row]:
     """The rows of GPT-2 in ``transformers`` with the sizes of a model."""
     rows = [Row(position, batch, size, mode="transformers") for position in options.positions]
     for row in rows:
@@ -188,7 +204,7 @@ def measure_peer(config: ModelConfig, vocabulary: int, size: str | None, batch: 
         try:
             _fill(row, transformers_gpt2.measure(config, vocabulary, row.position, batch, options.repeats))
         except Exception as error:  # from another project
-            row.error = report.reason(error)
+            row.error = timing.reason(error)
     return rows
 
 
@@ -197,7 +213,7 @@ def _fill(row: Row, seconds: Sequence[float]) -> None:
         row.fill(seconds)
         token, peak = median(seconds), accounting.peak()
         row.tokens_per_second = row.batch / token
-        row.bandwidth = report.ratio(row.bytes_read and row.bytes_read / token, peak and peak.bandwidth)
+        row.bandwidth = timing.ratio(row.bytes_read and row.bytes_read / token, peak and peak.bandwidth)
 
 
 def compare(rows: Sequence[Row]) -> None:
@@ -205,9 +221,9 @@ def compare(rows: Sequence[Row]) -> None:
     firsts: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         at_first = firsts.setdefault((row.size, row.mode, row.batch, "position"), row)
-        row.ratio = report.ratio(row.milliseconds, at_first.milliseconds)
+        row.ratio = timing.ratio(row.milliseconds, at_first.milliseconds)
         of_first = firsts.setdefault((row.size, row.mode, row.position, "batch"), row)
-        row.batch_ratio = report.ratio(row.tokens_per_second, of_first.tokens_per_second)
+        row.batch_ratio = timing.ratio(row.tokens_per_second, of_first.tokens_per_second)
 
 
 def panels(rows: Sequence[Row], _: Sequence[Any]) -> list[picture.Panel]:
@@ -223,7 +239,7 @@ def panels(rows: Sequence[Row], _: Sequence[Any]) -> list[picture.Panel]:
     return found
 
 
-def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, ModelConfig]]:
+def make_configs(options: Options) -> dict[tuple[str | None, int], dict[str, ModelConfig]]:
     """The models by name of the size and vocabulary, and by mode.
 
     Raises:
@@ -240,18 +256,13 @@ def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, M
                       positions="none") for mode in options.modes} for name, size in sizes(options).items()}
 
 
-@functools.partial(
-    report.Benchmark, module="benchmarks.sampling", tables=TABLES, panels=panels, title="Sampling", flags=SIZE_FLAGS | {
-        "recipe": report.flag("recipe whose model is taken, such as configs/quickstart.py", type=Path),
-        "positions": report.flag("how many tokens there are before, with commas between", (128, 8192)),
-        "batches": report.flag("sequences at once, with commas between", (1,)),
-        "prompt": report.flag("time to read a prompt of so many tokens too", type=report.positive, metavar="TOKENS"),
-        "peer": report.flag("time its GPT-2 too", choices=("transformers",))})
-def main(options: Namespace, results: report.Results) -> None:
+@functools.partial(report.Benchmark, module="benchmarks.sampling", options=Options, tables=TABLES, panels=panels,
+                   title="Sampling")
+def main(options: Options, results: report.Results) -> None:
     """Modes and positions take turns, batch by batch."""
-    report.use_whole_device()
+    timing.use_whole_device()
     if options.peer:
-        report.share_device()
+        timing.share_device()
         results.origin["versions"] |= {name: version(name) for name in transformers_gpt2.PACKAGES
                                        if importlib.util.find_spec(name) is not None}
     configs = make_configs(options)
@@ -268,10 +279,11 @@ def main(options: Namespace, results: report.Results) -> None:
             add(measure(samplers, size, batch, options))
             if options.peer:
                 add(measure_peer(next(iter(modes.values())), vocabulary, size, batch, options))
-        for mode, sampler in samplers.items() if options.prompt else ():
-            status(f"{mode}, a prompt of {options.prompt:,} tokens …")
-            results.add({"mode": mode, "tokens": options.prompt, "size": size,
-                         **measure_prompt(sampler, options.prompt)}, table="prompts")
+        if options.prompt is not None:
+            for mode, sampler in samplers.items():
+                status(f"{mode}, a prompt of {options.prompt:,} tokens …")
+                results.add({"mode": mode, "tokens": options.prompt, "size": size,
+                             **measure_prompt(sampler, options.prompt)}, table="prompts")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ that a second run has more time to measure. Without a git checkout, ``LINEARGPT_
 
 DIR gets, for each step, its output (``.txt``), its log and a JSON file. ``summary.md`` has the targets on an H200
 beside what was measured, what was published for an H100, and the tables of the steps. Without a GPU the tests are
-skipped, and plain JAX replaces the kernels. The packages needed are jax, flax, optax, numpy and jaxtyping, and pytest
-for the first step. The exit code is 1 if a test fails or the tests do not end.
+skipped, and plain JAX replaces the kernels. The packages needed are jax, flax, optax, numpy, jaxtyping and tyro, and
+pytest for the first step. The exit code is 1 if a test fails or the tests do not end.
 """
 
 import functools
@@ -21,15 +21,16 @@ import os
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks import report
 from benchmarks.picture import published
 from support.command import status
 from support.files import write_text
+from support.ranges import Positive
 from training.environment import compilation_cache, git_commit
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +130,7 @@ def run(name: str, command: list[str], out: Path, seconds: float) -> str:
         except subprocess.TimeoutExpired:
             return f"not done after {seconds:.0f} s"
     lines = [line for path in (text, log) for line in path.read_text(errors="replace").splitlines() if line]
-    return "well" if not ended.returncode else (
+    return "passed" if not ended.returncode else (
         f"exit code {ended.returncode}: {lines[-1] if lines else 'no output'}")
 
 
@@ -150,7 +151,7 @@ def summarize(out: Path, outcomes: Mapping[str, str], quick: bool = False) -> st
     text = [f"# {origin['device']}", "",
             f"jax {origin['versions'].get('jax', '?')}, commit {git_commit()}. Targets are for an H200, published "
             "times from an H100. Times are medians; the JSON files have every sample.", "",
-            *(("Tiny sizes (`--quick`): the figures say nothing about speed.", "") if quick else ()),
+            *(("Tiny sizes (`--quick`): the figures show nothing about speed.", "") if quick else ()),
             *report.markdown(headings, lines), "",
             *report.markdown(("step", "ended"), [[name, ended.replace("|", "/")] for name, ended in outcomes.items()])]
     for name in outcomes:
@@ -160,13 +161,24 @@ def summarize(out: Path, outcomes: Mapping[str, str], quick: bool = False) -> st
     return report.table(headings, lines)
 
 
-@functools.partial(report.Benchmark, module="benchmarks.suite", json=False, flags={
-    "out": report.flag("folder for the files", type=Path, required=True),
-    "minutes": report.flag("time for all steps", 9.0),
-    "only": report.flag("steps to run", tuple(STEPS), choices=tuple(STEPS)),
-    "seconds-per-case": report.flag("about how long the samples of a case may take", 6.0),
-    "quick": report.flag("tiny sizes, to see that everything runs", False)})
-def main(options: Namespace, _: report.Results) -> int:
+@dataclass(kw_only=True)
+class Options:
+    """The flags."""
+
+    out: Path
+    """Folder for the files."""
+    minutes: Positive = 9.0
+    """Time for all steps."""
+    only: tuple[Literal[*STEPS], ...] = tuple(STEPS)  # pyright: ignore[reportInvalidTypeForm]
+    """Steps to run."""
+    seconds_per_case: Positive = 6.0
+    """About how long the samples of a case may take."""
+    quick: bool = False
+    """Tiny sizes, to see that everything runs."""
+
+
+@functools.partial(report.Benchmark, module="benchmarks.suite", options=Options)
+def main(options: Options, _: report.Results) -> int:
     """Runs the steps; returns 1 if a test fails or the tests do not end."""
     start, out = time.monotonic(), options.out.absolute()
     report.make_folder(out)
@@ -186,10 +198,10 @@ def main(options: Namespace, _: report.Results) -> int:
                 outcomes[name] = run(name, command, out, share)
         finally:
             table = summarize(out, outcomes, options.quick)
-            report.kept(options.out / "summary.md", "the steps so far")
+            report.record_saved(options.out / "summary.md", "the steps so far")
         status(f"{name}: {outcomes[name]}")
     print(table)
-    return 1 if outcomes.get("correctness", "well") != "well" else 0
+    return 1 if outcomes.get("correctness", "passed") != "passed" else 0
 
 
 if __name__ == "__main__":

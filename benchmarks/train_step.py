@@ -21,26 +21,27 @@ import itertools
 import math
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import nanogpt, picture, report
+from benchmarks import nanogpt, picture, report, timing
 from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import gpt
-from models.mode_text import HELP, mode_config
+from models.mode_text import mode_config
 from models.parameters import count_parameters
 from support.command import status
 from support.errors import ConfigError
+from support.ranges import Count, Positive
 from training import accounting
 from training.abstract_step import step_and_shapes
+from training.environment import peak_bytes
 from training.optimizer import decay_mask, make_optimizer
 from training.step import StepMetrics, abstract_model, initial_state
 
@@ -65,8 +66,48 @@ SIZES = {
 """Those of GPT-2, by name."""
 
 
+@dataclass(kw_only=True)
+class SizeOptions(report.PictureOptions):
+    """The flags that ``benchmarks.sampling`` has too."""
+
+    modes: tuple[str, ...] = ("softmax", "chunked")
+    """Attention modes, each with its form or options if need be, such as reformer:rounds=4."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype."""
+    width: Count = 256
+    """Width of the model."""
+    layers: Count = 4
+    """Transformer blocks."""
+    heads: Count = 4
+    """Attention heads."""
+    vocabulary: Count = 257
+    """Tokens in the vocabulary."""
+    repeats: Count = 20
+    """Samples of each case."""
+    sizes: tuple[Literal["124M", "355M", "774M", "1558M"], ...] = ()
+    """Sizes of GPT-2, in place of those flags."""
+    seconds_per_case: Positive = 60.0
+    """About how long the samples of a case may take."""
+
+
+@dataclass(kw_only=True)
+class Options(SizeOptions):
+    """The flags."""
+
+    contexts: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)
+    """Sequence lengths."""
+    tokens: Count | None = None
+    """Tokens in a step, at least one sequence. None: 4096; with --sizes one sequence."""
+    accumulate: Count = 1
+    """Parts of the batch, one after the other."""
+    remat: Literal["none", "names", "block", "auto"] = "auto"
+    """As train.remat: what the backward pass recomputes; auto: the least that fits."""
+    peer: str | None = None
+    """nanogpt=PATH: time nanoGPT's step too."""
+
+
 @dataclass
-class Row(report.ModeRow):
+class Row(timing.ModeRow):
     """One mode at one context; times are of a step. ``ratio`` is the time of the first softmax mode over this time."""
 
     context: int
@@ -119,8 +160,8 @@ class Step:
         start = time.monotonic()
         self._compiled = lowered.compile()
         self.compile_seconds = time.monotonic() - start
-        self.peak_bytes = report.peak_bytes(self._compiled)
-        report.check_memory(self.peak_bytes)
+        self.peak_bytes = peak_bytes(self._compiled)
+        timing.check_memory(self.peak_bytes)
         # Array by array, without jit: XLA takes long to compile the initialisation of a large model as one program.
         transform = make_optimizer(config.optimizer, decay_mask(abstract_model(config, vocabulary_size)))
         self._state = initial_state(config, vocabulary_size, transform)
@@ -131,7 +172,7 @@ class Step:
         return metrics
 
 
-def sizes(options: Namespace) -> dict[str | None, Size]:
+def sizes(options: SizeOptions) -> dict[str | None, Size]:
     """The sizes that the flags give, by name."""
     if options.sizes:
         return {name: SIZES[name] for name in options.sizes}
@@ -165,7 +206,7 @@ def model_flops(config: Config, vocabulary_size: int) -> float:
     return per_token * config.train.batch_size * config.model.context
 
 
-def measure(configs: Mapping[str, Config], size: str | None, options: Namespace, outlook: report.Outlook,
+def measure(configs: Mapping[str, Config], size: str | None, options: Options, predictor: timing.CostPredictor,
             peer: Path | None = None) -> list[Row]:
     """The rows of one size and context: the steps of all modes, timed in turns.
 
@@ -173,7 +214,7 @@ def measure(configs: Mapping[str, Config], size: str | None, options: Namespace,
         configs: by mode, as on the command line.
         size: name of the size.
         options: the flags.
-        outlook: has the shorter contexts.
+        predictor: has the shorter contexts.
         peer: nanoGPT's ``model.py``, if its step is timed too.
     """
     cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
@@ -181,25 +222,25 @@ def measure(configs: Mapping[str, Config], size: str | None, options: Namespace,
     for mode, config in configs.items():
         attention = abstract_model(config, vocabulary_size).blocks[0].attention
         row = Row(config.model.context, config.train.batch_size, size, config.train.accumulate, mode=mode,
-                  implementation=report.form(attention.implementation(jnp.dtype(config.model.dtype))),
+                  implementation=timing.form(attention.implementation(jnp.dtype(config.model.dtype))),
                   flops=model_flops(config, vocabulary_size))
-        row.error = outlook.refusal((size, mode), row.flops or 0)
+        row.error = predictor.refusal((size, mode), row.flops or 0)
         cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, options.remat)
     config = next(iter(configs.values()))
     if peer is not None:
         cases["nanogpt"] = (Row(config.model.context, config.train.batch_size, size, mode="nanogpt"),
                             functools.partial(nanogpt.make_step, peer, config, vocabulary_size))
-    report.time_cases(cases, options.repeats, seconds=options.seconds_per_case)
+    timing.time_cases(cases, options.repeats, seconds=options.seconds_per_case)
     rows = {name: row for name, (row, _) in cases.items()}
     softmax = next((row.milliseconds for mode, row in rows.items()
                     if mode.startswith("softmax") and row.milliseconds is not None), None)
     peak = accounting.peak_flops(config.model.dtype, 1)
     for mode, row in rows.items():
-        outlook.learn((size, mode), row.flops or 0, f"{row.context:,}", row)
-        row.ratio = report.ratio(softmax, row.milliseconds)
-        row.tokens_per_second = report.ratio(1e3 * row.batch * row.context, row.milliseconds)
-        speed = report.ratio(row.flops and 1e3 * row.flops, row.milliseconds)
-        row.utilisation = report.ratio(speed, peak)
+        predictor.learn((size, mode), row.flops or 0, f"{row.context:,}", row)
+        row.ratio = timing.ratio(softmax, row.milliseconds)
+        row.tokens_per_second = timing.ratio(1e3 * row.batch * row.context, row.milliseconds)
+        speed = timing.ratio(row.flops and 1e3 * row.flops, row.milliseconds)
+        row.utilisation = timing.ratio(speed, peak)
     return list(rows.values())
 
 
@@ -256,7 +297,7 @@ def crossings(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def make_config(mode: str, context: int, size: Size, options: Namespace) -> Config:
+def make_config(mode: str, context: int, size: Size, options: Options) -> Config:
     """The run whose step is timed.
 
     Raises:
@@ -271,42 +312,23 @@ def make_config(mode: str, context: int, size: Size, options: Namespace) -> Conf
                   train=TrainConfig(batch_size=batch, accumulate=options.accumulate))
 
 
-SIZE_FLAGS = {
-    "modes": report.flag(HELP, ("softmax", "chunked")),
-    "dtype": report.flag("compute dtype", "auto", choices=("auto", "float32", "bfloat16")),
-    "width": report.flag("width of the model", 256), "layers": report.flag("transformer blocks", 4),
-    "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 257),
-    "repeats": report.flag("samples of each case", 20),
-    "sizes": report.flag(f"sizes of GPT-2, in place of those flags: {','.join(SIZES)}", (), choices=tuple(SIZES)),
-    "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0)}
-"""Also the flags of ``benchmarks.sampling``."""
-
-
-@functools.partial(
-    report.Benchmark, module="benchmarks.train_step", tables=TABLE, panels=panels, title="A training step",
-    flags=SIZE_FLAGS | {
-        "contexts": report.flag("sequence lengths, with commas between", (512, 1024, 2048, 4096, 8192)),
-        "tokens": report.flag("tokens in a step, at least one sequence (4096; with --sizes one sequence)",
-                              type=report.positive),
-        "accumulate": report.flag("parts of the batch, one after the other", 1),
-        "remat": report.flag("as train.remat: what the backward pass recomputes; auto: the least that fits",
-                             "auto", choices=("none", "names", "block", "auto")),
-        "peer": report.flag("nanogpt=PATH: time nanoGPT's step too")})
-def main(options: Namespace, results: report.Results) -> None:
+@functools.partial(report.Benchmark, module="benchmarks.train_step", options=Options, tables=TABLE, panels=panels,
+                   title="A training step")
+def main(options: Options, results: report.Results) -> None:
     """The modes take turns at every size and context."""
-    report.use_whole_device()
+    timing.use_whole_device()
     if options.peer:
-        report.share_device()
+        timing.share_device()
     peer = nanogpt.find(options.peer) if options.peer else None
     configs = {(name, context): {mode: make_config(mode, context, size, options) for mode in options.modes}
                for name, size in sizes(options).items() for context in options.contexts}
     if peer is not None:
         options.peer = f"nanogpt={peer.name}"  # without its folder, which does not affect the figures
     results.model = next(iter(configs.values()))[options.modes[0]].model.dtype
-    outlook = report.Outlook(options.seconds_per_case)
+    predictor = timing.CostPredictor(options.seconds_per_case)
     for (name, context), modes in configs.items():
         status(f"{name or 'model'} at context {context:,} …")
-        results.add(*measure(modes, name, options, outlook, peer))
+        results.add(*measure(modes, name, options, predictor, peer))
     results.remarks += crossings(results.rows["rows"])
 
 

@@ -13,16 +13,16 @@ stay unless it is 3 % faster. Other rows of the table stay as they are.
 import functools
 import math
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import report
+from benchmarks import report, timing
 from kernels import device
 from kernels.cases import find_cases
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
@@ -46,7 +46,7 @@ REPEATS, FINAL_REPEATS = 8, 20
 
 
 @dataclass
-class Row(report.Row):
+class Row(timing.Row):
     """A candidate on one call; times are of both passes."""
 
     key: str
@@ -135,7 +135,7 @@ def measure(candidates: Sequence[tuning.Row], cases: Sequence[LinearAttentionCas
     times: dict[tuning.Row, list[float]] = {candidate: [] for candidate in candidates}
     for case in cases:
         rows = {candidate: Row(name_of(candidate), setting, case.name, describe(candidate)) for candidate in candidates}
-        report.time_cases({candidate: (row, functools.partial(prepare, candidate, case))
+        timing.time_cases({candidate: (row, functools.partial(prepare, candidate, case))
                            for candidate, row in rows.items()}, repeats)
         results.add(*rows.values())
         for candidate, row in rows.items():
@@ -168,15 +168,24 @@ def name_of(row: tuning.Row) -> str:
     return f"{row.M}x{row.D} {row.dtype} {row.length}"
 
 
+@dataclass(kw_only=True)
+class Options(report.Options):
+    """The flags."""
+
+    only: str = ""
+    """Tune only the rows with this in their name, such as 128x128."""
+    out: Path | None = None
+    """Table to write. None: that of the package."""
+
+
 @functools.partial(
-    report.Benchmark, module="benchmarks.tune", tables=report.columns(
+    report.Benchmark, module="benchmarks.tune", options=Options, tables=report.columns(
         ("row", "key", ""), ("setting", "setting", ""), ("call", "shape", ""), ("tiles", "tiles", ""),
-        ("ms", "milliseconds", ",.3f"), ("fastest", "fastest", ",.3f")),
-    flags={"only": report.flag("tune only the rows with this in their name, such as 128x128", default=""),
-           "out": report.flag("table to write (that of the package)", type=report.output_file)})
-def main(options: Namespace, results: report.Results) -> None:
+        ("ms", "milliseconds", ",.3f"), ("fastest", "fastest", ",.3f")))
+def main(options: Options, results: report.Results) -> None:
     """Tunes row after row."""
-    report.use_whole_device()
+    report.check_file("--out", options.out)
+    timing.use_whole_device()
     if device.platform() != "gpu":
         raise ConfigError(f"benchmarks.tune requires a GPU: on a {device.platform()} the kernel is interpreted, and "
                           "its time is meaningless")

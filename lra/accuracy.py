@@ -10,13 +10,13 @@ import functools
 import json
 import math
 import shlex
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
+import tyro
 
 from benchmarks import report
 from comparison.curves import read_curves
@@ -326,17 +326,25 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
                  | {"standard_error": run.standard_error, "beyond": run.beyond} for run in runs]}
 
 
-@functools.partial(report.Benchmark, module="lra.table accuracy", files=True, flags={
-    "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"},
-    "rows": report.flag("modes to show (those of the runs)", type=report.names)})
-def make_table(options: Namespace, results: report.Results) -> int:
+@dataclass(kw_only=True)
+class Options(report.NamedFiles):
+    """The flags."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs of lra.train."""
+    rows: tuple[str, ...] = ()
+    """Modes to show. Empty: those of the runs."""
+
+
+@functools.partial(report.Benchmark, module="lra.table accuracy", options=Options)
+def make_table(options: Options, results: report.Results) -> int:
     """Makes the table; returns 1 if a run was left out.
 
     Raises:
         ConfigError: there is no run of a mode in ``--rows``.
     """
     runs, left_out = load_all(options.runs)
-    if options.rows is not None:
+    if options.rows:
         modes = list(dict.fromkeys(run.attention for run in runs))
         if unknown := [mode for mode in options.rows if mode not in modes]:
             raise ConfigError(f"--rows {unknown[0]}: no run of it; expected {', '.join(modes)}")
@@ -348,7 +356,7 @@ def make_table(options: Namespace, results: report.Results) -> int:
         return 1
     published = read_json(PUBLISHED)["accuracy"]
     results.more = contents(runs) | {"published": published}
-    results.keep()
-    results.write_text(markdown(runs, published, results.origin))
-    print(results.text)
+    results.write()
+    results.write_markdown(markdown(runs, published, results.origin))
+    print(results.heading)
     return 1 if left_out else 0

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 import functools
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -38,12 +38,13 @@ from flax import nnx
 from jax import Array, lax
 
 from benchmarks import report
-from benchmarks.picture import Panel, draw_panels
+from benchmarks.picture import Panel, render_panels
 from kernels.segments import HIDDEN
 from models import attention
 from models.attention.feature_maps import FeatureMap, FeatureOptions, draw, features
 from models.attention.self_attention import SelfAttention
 from support.command import status
+from support.ranges import Count
 
 B, T, H, D = 1, 512, 4, 32
 FEATURES = (16, 32, 64, 128, 256, 512, 1024)
@@ -241,19 +242,26 @@ PARTS: Mapping[str, tuple[Callable[[int], dict[str, dict[int, float]]], tuple[st
 """By name: a function of the number of draws, which some ignore, and title, x and y of the panel."""
 
 
-@functools.partial(report.Benchmark, module="lra.approximation", files=True, flags={
-    "draws": report.flag("seeds of each point", 9)})
-def main(options: Namespace, results: report.Results) -> None:
+@dataclass(kw_only=True)
+class Options(report.NamedFiles):
+    """The flags."""
+
+    draws: Count = 9
+    """Seeds of each point."""
+
+
+@functools.partial(report.Benchmark, module="lra.approximation", options=Options)
+def main(options: Options, results: report.Results) -> None:
     """All approximations, one after the other."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
     results.more = {"shape": {"B": B, "T": T, "H": H, "D": D}, "curves": curves}
     for name, (measure, _) in PARTS.items():
         status(f"{name} …")
         curves[name] = measure(options.draws)
-        results.keep()
+        results.write()
         for label, points in curves[name].items():
             print(f"{name}, {label}: " + ", ".join(f"{x:,}: {y:.3g}" for x, y in points.items()))
-    draw_panels(options.picture, [Panel(curves[name], *labels) for name, (_, labels) in PARTS.items()],
+    render_panels(options.picture, [Panel(curves[name], *labels) for name, (_, labels) in PARTS.items()],
                 title="Approximations of softmax attention")
 
 

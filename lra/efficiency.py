@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 import functools
 import math
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,16 +22,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, timing
 from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, LraConfig, TaskConfig, TrainConfig
 from lra.tasks import Dataset, Split
 from models import attention
 from models.encoder import resolve_config
-from models.mode_text import HELP, mode_config, split_mode
+from models.mode_text import mode_config, split_mode
 from support.command import status
 from support.errors import ConfigError
 from support.files import read_json
+from support.ranges import Count, Positive
+from training.environment import peak_bytes
 from training.objectives.classification import Classification
 from training.objectives.examples import compiled_step
 
@@ -184,14 +185,14 @@ def measure(case: Case) -> Result:
     """
     classifier = objective(case)
     compiled, begin = compiled_step(classifier)
-    planned = report.peak_bytes(compiled)
+    planned = peak_bytes(compiled)
     found = Result(**asdict(case), sequences=classifier.counts["train"], peak_bytes=planned)
     if case.memory_only:
         return found
     try:
-        report.check_memory(planned)
+        timing.check_memory(planned)
         step = begin()
-        (samples,) = report.time_by_turns({case: step}, case.steps, sample_seconds=0, seconds=case.seconds).values()
+        (samples,) = timing.time_by_turns({case: step}, case.steps, sample_seconds=0, seconds=case.seconds).values()
         loss = float(step())
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         return replace(found, error=f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -204,9 +205,9 @@ def measure(case: Case) -> Result:
 def in_process(case: Case, limit: float) -> Result:
     """:func:`measure` in a new process with a limit of ``limit`` seconds; failures are in ``error``."""
     found: dict[str, Any] = {"sequences": case.batch or SHAPES[case.shape].batch} | asdict(case)
-    measured = report.in_process(MODULE, asdict(case), limit)
+    measured = timing.in_process(MODULE, asdict(case), limit)
     if "peak_bytes" not in measured and not case.memory_only:  # too slow, or killed: the plan has the memory
-        planned = report.in_process(MODULE, asdict(replace(case, memory_only=True)), limit)
+        planned = timing.in_process(MODULE, asdict(replace(case, memory_only=True)), limit)
         found["peak_bytes"] = planned.get("peak_bytes")
     return Result(**found | measured)
 
@@ -304,37 +305,52 @@ def panels(results: Sequence[Result]) -> list[Panel]:
     return found
 
 
+@dataclass(kw_only=True)
+class Options(report.NamedFiles):
+    """The flags."""
+
+    rows: tuple[str, ...] = ()
+    """Modes that see the whole sequence, each with its form or options if need be. Empty: softmax:materialised and all
+    modes."""
+    lengths: tuple[Count, ...] = (1000, 2000, 3000, 4000, 8000, 16000)
+    """Tokens."""
+    shape: Literal["paper", "released"] = "paper"
+    """Sizes of the model."""
+    layers: Count | None = None
+    """In place of the shape's."""
+    batch: Count | None = None
+    """Sequences per step, in place of the shape's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype."""
+    steps: Count = 20
+    """Steps timed of each case."""
+    seconds: Positive = 60.0
+    """About how long they may take: slow ones are fewer."""
+    limit: Positive = 600.0
+    """Seconds a case may take in all."""
+    memory_only: bool = False
+    """Compile, and run nothing."""
+
+
 @functools.partial(
-    report.Benchmark, module="lra.table efficiency", files=True, answer=lambda case: asdict(measure(Case(**case))),
-    panels=panels, title="Long Range Arena: a step on byte text", tables=report.columns(), flags={
-        "rows": report.flag(f"modes that see the whole sequence, each {HELP} ({BASELINE} and all modes)",
-                            type=report.names),
-        "lengths": report.flag("tokens, with commas between", (1000, 2000, 3000, 4000, 8000, 16000)),
-        "shape": report.flag(" or ".join(SHAPES), "paper"),
-        "layers": report.flag("in place of the shape's", type=report.positive),
-        "batch": report.flag("sequences per step, in place of the shape's", type=report.positive),
-        "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
-        "steps": report.flag("steps timed of each case", 20),
-        "seconds": report.flag("about how long they may take: slow ones are fewer", 60.0),
-        "limit": report.flag("seconds a case may take in all", 600.0),
-        "memory-only": report.flag("compile, and run nothing", False)})
-def main(options: Namespace, results: report.Results) -> None:
+    report.Benchmark, module="lra.table efficiency", options=Options, tables=report.columns(), panels=panels,
+    title="Long Range Arena: a step on byte text", measure_case=lambda case: asdict(measure(Case(**case))))
+def main(options: Options, results: report.Results) -> None:
     """All cases, length by length."""
-    report.share_device()  # leave the memory to the measuring processes
-    report.use_whole_device()
-    if options.rows is None:
-        options.rows = tuple(table_rows())  # only now: it makes a layer of each mode
+    timing.share_device()  # leave the memory to the measuring processes
+    timing.use_whole_device()
+    # The default only now: it makes a layer of each mode.
+    options.rows = options.rows or tuple(table_rows())
     cases = [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
                   options.seconds, options.memory_only) for tokens in options.lengths for row in options.rows]
     for case in cases:
         case.config()
-    limit, options.limit = options.limit, None
     results.model = f"{options.shape} shape"
     for case in cases:
         status(f"{case.row} at {case.tokens:,} …")
-        results.add(in_process(case, limit))
+        results.add(in_process(case, options.limit))
         if case.row == options.rows[-1]:
-            results.write_text(markdown(results.rows["rows"], results.origin))
+            results.write_markdown(markdown(results.rows["rows"], results.origin))
 
 
 if __name__ == "__main__":

@@ -14,26 +14,27 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 
 import functools
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, timing
 from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, SpeechConfig, TrainConfig
 from models import attention
 from models.encoder import resolve_config
-from models.mode_text import HELP, mode_config
+from models.mode_text import mode_config
 from speech import synthetic
+from support.ranges import Count
+from training.environment import peak_bytes
 from training.objectives.examples import compiled_step
 from training.objectives.recognition import Recognition
 
 
 @dataclass(kw_only=True)
-class Row(report.ModeRow):
+class Row(timing.ModeRow):
     """A mode at one length."""
 
     frames: int
@@ -44,7 +45,25 @@ class Row(report.ModeRow):
         return f"{self.mode} at {self.frames:,}"
 
 
-def prepare(row: Row, options: Namespace) -> Callable[[], Any]:
+@dataclass(kw_only=True)
+class Options(report.PictureOptions):
+    """The flags."""
+
+    modes: tuple[str, ...] = ("linear", "softmax")
+    """Modes for encoders, each with its form or options if need be, such as reformer:rounds=4."""
+    frames: tuple[Count, ...] = (512, 1024, 2048, 4096)
+    """Lengths."""
+    layers: Count = 2
+    """Layers of 6 heads, width 192."""
+    batch: Count = 1
+    """Utterances a step."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype."""
+    steps: Count = 20
+    """Steps timed of each case."""
+
+
+def prepare(row: Row, options: Options) -> Callable[[], Any]:
     """Compiles the step of a row; returns a function that runs it."""
     mode, chosen = mode_config(row.mode, known=attention.encoder_modes())
     config = SpeechConfig(
@@ -55,8 +74,8 @@ def prepare(row: Row, options: Namespace) -> Callable[[], Any]:
     objective = Recognition(config, synthetic.load(context=row.frames, train_utterances=options.batch, val_utterances=1,
                                                    seed=0))
     compiled, begin = compiled_step(objective)
-    row.peak_bytes = report.peak_bytes(compiled)
-    report.check_memory(row.peak_bytes)
+    row.peak_bytes = peak_bytes(compiled)
+    timing.check_memory(row.peak_bytes)
     return begin()
 
 
@@ -79,20 +98,13 @@ TABLE = report.columns(("attention", "mode", ""), ("frames", "frames", ",d"), ("
                        ("fastest", "fastest", ",.1f"), ("samples", "count", "d"), ("MiB", "mebibytes", ",.0f"))
 
 
-@functools.partial(
-    report.Benchmark, module="speech.scaling", tables=TABLE, panels=panels, title="Speech",
-    flags={
-        "modes": report.flag(f"modes for encoders, each {HELP}", ("linear", "softmax"), type=report.names),
-        "frames": report.flag("lengths, with commas between", (512, 1024, 2048, 4096)),
-        "layers": report.flag("layers of 6 heads, width 192", 2),
-        "batch": report.flag("utterances a step", 1),
-        "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
-        "steps": report.flag("steps timed of each case", 20)})
-def main(options: Namespace, results: report.Results) -> None:
+@functools.partial(report.Benchmark, module="speech.scaling", options=Options, tables=TABLE, panels=panels,
+                   title="Speech")
+def main(options: Options, results: report.Results) -> None:
     """All cases, in turns."""
-    report.use_whole_device()
+    timing.use_whole_device()
     rows = [Row(mode=mode, frames=frames) for frames in options.frames for mode in options.modes]
-    report.time_cases({row.name: (row, functools.partial(prepare, row, options)) for row in rows}, options.steps,
+    timing.time_cases({row.name: (row, functools.partial(prepare, row, options)) for row in rows}, options.steps,
                       sample_seconds=0)
     slopes = {mode: slope([row for row in rows if row.mode == mode]) for mode in options.modes}
     results.model = f"{options.layers} layers, {options.dtype}"

@@ -1,5 +1,4 @@
-"""Flags as users type them: checks the values and names of flags before tyro, with the messages of the commands. Not of
-benchmarks and tables, which use argparse.
+"""Flags as users type them: checks the values and names of flags before tyro, with the messages of the commands.
 
 Switches take both spellings: ``--data.verify False`` and ``--data.no-verify``. True, False and None take any case.
 """

@@ -19,6 +19,7 @@ from comparison.study import ROOT, Study, Variation
 from configs.schema import FORMAT as CONFIG_FORMAT
 from configs.schema import RunConfig, flatten, groups_of
 from support.errors import ConfigError
+from support.flags import flag_types
 
 RESULT = "result.json"
 """File that a benchmark of a study writes into its folder."""
@@ -144,12 +145,9 @@ def parse(module: ModuleType, variation: Variation, where: str) -> Any:
 
 def check_benchmark(module: ModuleType, variation: Variation, where: str) -> None:
     """Raises :class:`ConfigError` if a benchmark lacks a flag."""
-    if not hasattr(module, "main"):
+    if not hasattr(module, "Options"):
         raise ConfigError(f"{where}: {variation.command} is not a command")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        module.main(["--help"])
-    known = {word.strip("[],=") for word in said.getvalue().split() if word.strip("[],=").startswith("--")}
+    known = flag_types(module.Options)
     given = {f"--{name.replace('_', '-')}": name for name in variation.fields}
     if variation.attention is not None:
         given["--attention"] = "attention"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import report
+from benchmarks import timing
 from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from kernels.cases import WORSE_THAN_PLAIN, error_of
@@ -17,6 +17,7 @@ from kernels.linear_attention import State, linear_attention
 from kernels.linear_attention.cases import DEVICE_TOLERANCES, SCHEDULES
 from models.gpt import GPT, resolve_config
 from sampling.sampler import with_product_weights
+from training.environment import peak_bytes
 from training.optimizer import decay_mask, make_optimizer
 from training.step import initial_state, jit_step, make_model, make_train_step
 
@@ -146,7 +147,7 @@ def check_large_call(T: int, D: int, implementation: str) -> None:
 
     x_BTHD = jax.ShapeDtypeStruct((1, T, 8, D), jnp.bfloat16)
     programs = [jax.jit(program).lower(*[x_BTHD] * 4).compile() for program in (whole, resumed)]
-    needed, limit = max(report.peak_bytes(program) or 0 for program in programs), report.device_memory()
+    needed, limit = max(peak_bytes(program) or 0 for program in programs), timing.device_memory()
     if limit is not None and needed > limit:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}")
     given = jax.jit(inputs)()

@@ -87,10 +87,10 @@ def check_command(command: str) -> None:
         parse_call(getattr(convert, f"_{words[0]}"), words[1:])
     elif module == "data.prepare":
         parse_call(found._command, words)
-    elif hasattr(found, "Options"):
-        tyro.cli(found.Options, args=checked_flags(words, found.Options))
-    else:
+    elif hasattr(found.main, "parse"):
         found.main.parse(words)
+    else:
+        tyro.cli(found.Options, args=checked_flags(words, found.Options))
 
 
 def parse_call(function: Callable[..., None], words: list[str]) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import cpu_workarounds, report
+from benchmarks import cpu_workarounds, timing
 from kernels import cpu, device
 
 
@@ -25,7 +25,7 @@ def test_rows_of_the_file_and_the_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cpu, "WORKAROUNDS", (cpu.weighted_sum, cpu.zeros_unless))
     monkeypatch.setattr(cpu, "PROCESS_WORKAROUNDS", (cpu.keep_freed_memory,))
     monkeypatch.setattr(cpu_workarounds, "GPT2_VOCABULARY", 300)
-    monkeypatch.setattr(report, "in_process", lambda _, case: {"seconds": 1 + (case["without"] != "all")})
+    monkeypatch.setattr(timing, "in_process", lambda _, case: {"seconds": 1 + (case["without"] != "all")})
     path = tmp_path / "workarounds.json"
     assert cpu_workarounds.main(["--modes", "softmax", "--contexts", "16", "--layers", "1", "--width", "8",
                                  "--repeats", "2", "--processes", "2", "--json", str(path)]) == 0
@@ -44,7 +44,7 @@ def test_rows_of_the_file_and_the_table(monkeypatch, tmp_path, capsys):
 
 
 def test_a_process_that_fails_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(report, "in_process", lambda *_: {"error": "killed: out of memory"})
+    monkeypatch.setattr(timing, "in_process", lambda *_: {"error": "killed: out of memory"})
     assert cpu_workarounds.main(["--measure", "process", "--contexts", "16"]) == 1
     assert "killed: out of memory" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import endless, report
+from benchmarks import endless, timing
 from benchmarks.endless import Row
 from configs.schema import ModelConfig
 from tests import tiny
@@ -36,7 +36,7 @@ def test_a_constant_mode_is_drawn_once_and_a_growing_one_for_each_length(recipe,
         step = 1 if case["model"]["attention"] == ("chunked",) else tokens / 1024
         return {"windows": [(tokens * (n + 1) // windows, step, 2**28) for n in range(windows)]}
 
-    monkeypatch.setattr(report, "in_process", in_process)
+    monkeypatch.setattr(timing, "in_process", in_process)
     path = tmp_path / "endless.json"
     assert endless.main(["--recipe", str(recipe), "--positions", "rotary", "--tokens", "5000", "--growing-tokens",
                          "5000", "--json", str(path), "--picture", str(tmp_path / "endless.png")]) == 0
@@ -67,11 +67,11 @@ def test_growth_leaves_out_the_warm_up():
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--positions", "learned"], "--positions learned: expected rotary or none"),
+    (["--positions", "learned"], "--positions is learned; expected rotary or none"),
     (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
 ])
 def test_usage_errors_are_told_before_any_work(recipe, flags, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "in_process", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr(timing, "in_process", lambda *_: pytest.fail("measured all the same"))
     assert endless.main(["--recipe", str(recipe), *flags]) == 2
     assert message in capsys.readouterr().err

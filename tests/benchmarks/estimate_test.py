@@ -66,7 +66,7 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (["--kernel", "attention:1,2,3,4"], "expected one of delta_rule, linear_attention, power_attention, "
                                          "softmax_attention"),
     (["--kernel", "linear_attention:1,2,3"], "expected B, T, H and D"),
-    (["--kernel", "linear_attention:1,2,3,4", "--card", "h300"], "--card: invalid choice: 'h300'"),
+    (["--kernel", "linear_attention:1,2,3,4", "--card", "h300"], "--card is h300; expected "),
     (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),
     (["configs/gpt2_124m.py", "--vocabulary", "257"], "`make gpu-check` builds an environment that can"),
 ])
@@ -74,9 +74,7 @@ def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPat
                       capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(target, "can_compile", lambda: False)
     monkeypatch.setattr(target, "ENVIRONMENTS", tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        raise SystemExit(estimate.main(flags))
-    assert stopped.value.code == 2
+    assert estimate.main(flags) == 2
     assert told in capsys.readouterr().err
 
 

@@ -54,13 +54,11 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--minutes", "-1"], "--minutes: invalid number above 0 value: '-1'"),
+    (["--minutes", "-1"], "--minutes is -1; expected a number above 0"),
     (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
     (["--model.heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        raise SystemExit(headline.main([*TINY, *flags, "--out", str(tmp_path / "out")]))
-    assert stopped.value.code == 2
+    assert headline.main([*TINY, *flags, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

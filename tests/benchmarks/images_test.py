@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import images, report
+from benchmarks import images, timing
 from configs.schema import ModelConfig
 from models.gpt import GPT, resolve_config
 from sampling.sampler import Sampler
@@ -38,7 +38,7 @@ def test_a_sample_is_the_whole_image(monkeypatch):
             yield tokens_BT
 
     monkeypatch.setattr(sampler, "generate", kept)
-    seconds = images.draw_images(sampler, 3)
+    seconds = images.sample_images(sampler, 3)
     assert np.concatenate(drawn, axis=1).shape == (3, CONTEXT)
     assert len(seconds) == len(drawn) == 3
     assert (seconds > 0).all()
@@ -52,9 +52,9 @@ def test_pixels_without_a_state_are_added_up_between_the_positions(monkeypatch):
             run()
         return {(mode, at): [6.0 if at is None else at / 32] for mode, at in runs}
 
-    monkeypatch.setattr(images, "draw_images", lambda *_: np.array([1.0, 2.0, 3.0]))
+    monkeypatch.setattr(images, "sample_images", lambda *_: np.array([1.0, 2.0, 3.0]))
     monkeypatch.setattr(images, "uncached_pixel", lambda *_: lambda: None)
-    monkeypatch.setattr(report, "time_by_turns", time_by_turns)
+    monkeypatch.setattr(timing, "time_by_turns", time_by_turns)
     rows = images.measure({"softmax": make("softmax"), "softmax:uncached": make("softmax")}, 4, 1, {"softmax": 7.0})
     assert images.positions(CONTEXT) == [32, 64, 70]
     assert [row.published for row in rows] == [7.0, None]

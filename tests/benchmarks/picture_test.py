@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.picture import Panel, draw_panels, published
+from benchmarks.picture import Panel, published, render_panels
 
 
 def test_a_picture_names_its_curves_axes_and_device(tmp_path):
     path = tmp_path / "step.svg"
-    draw_panels(path, [Panel({"chunked": {1024: 2.0, 4096: 8.0}, "softmax": {1024: 3.0, 4096: None}}, x="context",
+    render_panels(path, [Panel({"chunked": {1024: 2.0, 4096: 8.0}, "softmax": {1024: 3.0, 4096: None}}, x="context",
                              y="milliseconds", published={"chunked": {1024: 15.2}})], title="A training step, H200")
     drawn = path.read_text()
     for text in ("chunked", "chunked (published)", "softmax", "context", "milliseconds", "A training step, H200", "4k"):
@@ -16,7 +16,7 @@ def test_a_picture_names_its_curves_axes_and_device(tmp_path):
 
 def test_panels_of_curves(tmp_path):
     path = tmp_path / "kernel.svg"
-    draw_panels(path, [
+    render_panels(path, [
         Panel({"ours": {1024: 1.2, 2048: 0.3}}, "forward", y="milliseconds", published={"fla": {1024: 3.37}}),
         Panel({"ours": {512: 0.5}}, "memory"),
         Panel({"ours": {512: None}}, "nothing was measured"),
@@ -28,19 +28,19 @@ def test_panels_of_curves(tmp_path):
 
 def test_the_vertical_axis_has_plain_numbers_and_does_not_blow_up_noise(tmp_path):
     path = tmp_path / "noise.svg"
-    draw_panels(path, [Panel({"chunked": {64: 1000.0, 128: 1001.0}})], title="")
+    render_panels(path, [Panel({"chunked": {64: 1000.0, 128: 1001.0}})], title="")
     drawn = path.read_text()
     assert "<!-- 1,000 -->" in drawn
     assert "<!-- 1,200 -->" in drawn
     assert "10^" not in drawn
-    draw_panels(path, [Panel({"chunked": {64: 0.002, 128: 300.0}})], title="")
+    render_panels(path, [Panel({"chunked": {64: 0.002, 128: 300.0}})], title="")
     for text in ("0.01", "1", "100"):
         assert f"<!-- {text} -->" in path.read_text()
 
 
 def test_a_png_is_a_png(tmp_path):
     path = tmp_path / "step.png"
-    draw_panels(path, [Panel({"chunked": {1: 1.0}})], title="")
+    render_panels(path, [Panel({"chunked": {1: 1.0}})], title="")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import report, tune
+from benchmarks import timing, tune
 from kernels.cases import find_cases
 from kernels.linear_attention import pallas_gpu, tuning
 from kernels.linear_attention.cases import LinearAttentionCase
@@ -28,7 +28,7 @@ def time_by(monkeypatch, seconds):
         return lambda: found
 
     monkeypatch.setattr(tune, "prepare", prepare)
-    monkeypatch.setattr(report, "time_by_turns", lambda runs, *_: {name: [run()] for name, run in runs.items()})
+    monkeypatch.setattr(timing, "time_by_turns", lambda runs, *_: {name: [run()] for name, run in runs.items()})
 
 
 def test_the_sweep_finds_the_fastest_value_of_every_setting_and_leaves_out_what_fails(tmp_path, monkeypatch, gpu):

@@ -43,7 +43,7 @@ def test_a_case_is_a_training_step(small):
 
 
 def test_memory_alone_runs_nothing(small, monkeypatch):
-    monkeypatch.setattr(efficiency.report, "time_by_turns", None)
+    monkeypatch.setattr(efficiency.timing, "time_by_turns", None)
     found = measure(Case("softmax:materialised", 40, "released", memory_only=True))
     assert found.peak_bytes
     assert found.steps_per_second is None
@@ -110,7 +110,7 @@ def test_a_case_in_a_process_of_its_own_keeps_its_plan_where_it_does_not_fit(mon
     found = in_process(case, 120)
     assert found.steps_per_second
     assert found.peak_bytes
-    monkeypatch.setattr(efficiency.report, "check_memory", raise_memory_error)
+    monkeypatch.setattr(efficiency.timing, "check_memory", raise_memory_error)
     full = measure(case)
     assert (full.peak_bytes, full.error) == (found.peak_bytes, "MemoryError: needs more")
 
@@ -123,14 +123,14 @@ def test_a_case_that_takes_too_long_has_its_planned_memory(monkeypatch):
     def late(module, case, limit, python=None):
         return {"peak_bytes": 5} if case["memory_only"] else {"error": "not done after 1 s"}
 
-    monkeypatch.setattr(efficiency.report, "in_process", late)
+    monkeypatch.setattr(efficiency.timing, "in_process", late)
     found = in_process(Case("linear", 16), 1)
     assert (found.peak_bytes, found.error, efficiency.reason(found)) == (5, "not done after 1 s", "too long")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--rows", "softmacks"], "--rows softmacks: expected one of bigbird, chunked, linear"),
-    (["--shape", "papers"], "--shape papers: expected one of paper, released"),
+    (["--shape", "papers"], "--shape is papers; expected paper or released"),
 ])
 def test_wrong_flags_are_refused_before_any_work(tmp_path, capsys, flags, message):
     assert table.main(["efficiency", "--out", str(tmp_path / "x"), *flags]) == 2
@@ -145,7 +145,7 @@ def test_a_case_says_what_is_wrong_with_it():
 
 def test_only_what_is_measured_makes_a_layer_of_each_mode(monkeypatch):
     monkeypatch.setattr(efficiency, "table_rows", lambda: pytest.fail("it was asked for"))
-    assert accuracy.make_table.parse(["run", "--out", "name"]).runs == [Path("run")]
+    assert accuracy.make_table.parse(["run", "--out", "name"]).runs == (Path("run"),)
     assert efficiency.main.parse(["--out", "name", "--rows", "linear"]).rows == ("linear",)
     with pytest.raises(SystemExit, match="0"):
         table.main(["efficiency", "--help"])
