@@ -99,7 +99,7 @@ def check(options: Options) -> None:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RenderedPage:
     """The contents of a page."""
 
     comparison: comparison.Comparison
@@ -111,7 +111,7 @@ class Drawn:
     """Number of runs that could not be read."""
 
 
-class Source:
+class RunReader:
     """The runs, or the study, of a command line.
 
     Args:
@@ -136,15 +136,15 @@ class Source:
             self.notes = [f"note: the figures are those in {options.study / FIGURES}: {record.study} is not one of "
                           f"lineargpt's studies, and is not run; name it with --study-file to draw them again"]
 
-    def compare(self, said: set[str]) -> Drawn:
+    def compare(self, printed_notes: set[str]) -> RenderedPage:
         """Read the runs and compare them.
 
         Args:
-            said: notes that were printed before; new ones are added.
+            printed_notes: notes that were printed before; new ones are added.
 
         Raises:
             ConfigError: a folder does not exist, none is a run, none is named, or the study's figures fail.
-            RunError: none of the runs can be drawn.
+            RunError: none of the runs can be shown.
         """
         found = self.reader.read()
         runs = [run for run in found.runs if not run.is_empty]
@@ -165,26 +165,26 @@ class Source:
         else:
             left = [f"left out: {why}" for why in left_out(found, self.reader.paths)]
         for note in [*notes, *left, *found.notes, *compared.remarks]:
-            if note not in said:
+            if note not in printed_notes:
                 status(note)
-                said.add(note)
-        return Drawn(compared, figures, self.options.title or title, len(found.damaged))
+                printed_notes.add(note)
+        return RenderedPage(compared, figures, self.options.title or title, len(found.damaged))
 
 
-def show(drawn: Drawn) -> None:
+def show(rendered: RenderedPage) -> None:
     """Print the tables and the summary."""
-    compared = drawn.comparison
+    compared = rendered.comparison
     print_table(compared.rows, compared.columns)
     print(printable("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)]))))
-    for figure in drawn.figures:
+    for figure in rendered.figures:
         print()
         print_texts(figure.title, figure.headings, figure.rows, texts=1)
         print(printable("\n".join(figure.remarks)))
 
 
-def write_page(options: Options, drawn: Drawn, *, watched: bool) -> None:
+def write_page(options: Options, rendered: RenderedPage, *, watched: bool) -> None:
     """Write the page; a watched page reloads itself."""
-    text = page(drawn.comparison, figures=drawn.figures, title=drawn.title, note=options.note,
+    text = page(rendered.comparison, figures=rendered.figures, title=rendered.title, note=options.note,
                 reload_seconds=RELOAD_SECONDS if watched else None)
     write(options.out, text.encode())
 
@@ -204,33 +204,33 @@ def write(path: Path, contents: bytes) -> None:
         raise OSError(error.errno, f"cannot be written ({error.strerror}){remedy}", str(path)) from error
 
 
-def write_others(options: Options, drawn: Drawn) -> None:
+def write_others(options: Options, rendered: RenderedPage) -> None:
     """Write the other requested files."""
-    compared = drawn.comparison
+    compared = rendered.comparison
     if options.csv:
         write(options.csv, as_csv(compared.rows, compared.columns).encode())
     if options.json:
-        write(options.json, compared.as_json([figure.as_dict() for figure in drawn.figures]))
+        write(options.json, compared.as_json([figure.as_dict() for figure in rendered.figures]))
     for path in (options.png, options.svg):
         if path is not None:
             write(path, picture(compared, path.suffix[1:].lower(), options.title))
 
 
-def draw(options: Options) -> int:
+def render(options: Options) -> int:
     """Compare the runs, print the table and write the files. Returns 1 if a run was left out, else 0."""
-    drawn = Source(options).compare(set())
+    rendered = RunReader(options).compare(set())
     try:
-        show(drawn)
+        show(rendered)
     finally:  # also where nobody reads the table
-        write_page(options, drawn, watched=False)
-        write_others(options, drawn)
+        write_page(options, rendered, watched=False)
+        write_others(options, rendered)
     print(f"page: {options.out}")
-    return 1 if drawn.left_out else 0
+    return 1 if rendered.left_out else 0
 
 
 @interrupts.exit_on_sigterm()
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
-    """:func:`draw` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload.
+    """:func:`render` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload.
 
     Files that cannot be written are written again later, unless it is the first time and the disk is not full.
 
@@ -238,21 +238,21 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
         SystemExit: SIGTERM, with code 143.
         OSError: a file cannot be written the first time, or at the end.
     """
-    source, said, seen, drawn, failed = Source(options), set[str](), None, None, ""
+    reader, printed_notes, seen, rendered, failed = RunReader(options), set[str](), None, None, ""
     try:
         while True:
             took = time.monotonic()
-            if (state := source.reader.state()) != seen:
+            if (state := reader.reader.state()) != seen:
                 seen = state
                 try:
-                    first = drawn is None
-                    drawn = source.compare(said)
+                    first = rendered is None
+                    rendered = reader.compare(printed_notes)
                     if first:
                         with contextlib.suppress(OSError):  # a full disk
-                            show(drawn)
+                            show(rendered)
                     try:
-                        write_page(options, drawn, watched=True)
-                        write_others(options, drawn)
+                        write_page(options, rendered, watched=True)
+                        write_others(options, rendered)
                     except OSError as error:
                         if first and error.errno not in DISK_FULL:
                             raise
@@ -261,13 +261,13 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
                             status(f"{text}; trying again until it can be written")
                         failed = text
                     else:
-                        failed, steps = "", max(row.figures["steps"] or 0 for row in drawn.comparison.rows)
-                        print(f"page: {options.out}, {len(drawn.comparison.runs):,} run(s), up to step {steps:,.0f}",
+                        failed, steps = "", max(row.figures["steps"] or 0 for row in rendered.comparison.rows)
+                        print(f"page: {options.out}, {len(rendered.comparison.runs):,} run(s), up to step {steps:,.0f}",
                               file=output_stream())
                 except RunError as error:
-                    if str(error) not in said:
+                    if str(error) not in printed_notes:
                         status(f"waiting: {error}")
-                        said.add(str(error))
+                        printed_notes.add(str(error))
             wait(max(WATCH_SECONDS, 5 * (time.monotonic() - took)))
     except KeyboardInterrupt:
         status("stopped watching")
@@ -276,15 +276,15 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
         status("stopped watching")
         raise
     finally:
-        if drawn is not None:
-            write_page(options, drawn, watched=False)
+        if rendered is not None:
+            write_page(options, rendered, watched=False)
 
 
 def command(arguments: Sequence[str]) -> int:
     """Compare from a command line; returns 1 if a run was left out."""
     options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="compare.py", description=__doc__)
     check(options)
-    return watch(options) if options.watch else draw(options)
+    return watch(options) if options.watch else render(options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

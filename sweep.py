@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import tyro
 
-from comparison.study import Study, draw, load_study
+from comparison.study import Study, load_study, render_figures
 from models import attention
 from support.command import output_stream, run_command, status
 from support.errors import FAILURE, ConfigError
@@ -142,7 +142,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     for line in processes.failures(progress):
         status(line)
     if options.index is None and progress.finished:
-        for path in draw(study, options.out):
+        for path in render_figures(study, options.out):
             print(path, file=output_stream())
     return FAILURE if progress.failed else 0
 

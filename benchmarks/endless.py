@@ -144,7 +144,8 @@ TABLE = report.columns(
 def panels(rows: Sequence[Row]) -> list[picture.Panel]:
     """Time per token and resident memory against position."""
     return [picture.Panel({name: _by_power(curve) for name, curve in picture.curves(
-                [row for row in rows if row.error is None], "name", "position", value).items()}, x="tokens drawn", y=y)
+                [row for row in rows if row.error is None], "name", "position", value).items()},
+                          x="tokens sampled", y=y)
             for y, value in (("milliseconds a token", "milliseconds"), ("resident MiB", "mebibytes"))]
 
 

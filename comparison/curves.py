@@ -203,10 +203,10 @@ class _Thinner:
         rows = rows[np.lexsort((rows[:, LOSS], bucket_of_row))]
         low, high = rows[starts], rows[starts + np.maximum(counts[:, LOSS] - 1, 0)]
         # Comparisons with NaN are false: a finite loss replaces one that is not.
-        for kept, new, sign in ((self.low, low, 1), (self.high, high, -1)):
-            old = kept[buckets]
+        for extreme, new, sign in ((self.low, low, 1), (self.high, high, -1)):
+            old = extreme[buckets]
             stays = (sign * old[:, LOSS] <= sign * new[:, LOSS]) | (np.isnan(new[:, LOSS]) & np.isfinite(old[:, STEP]))
-            kept[buckets] = np.where(stays[:, None], old, new)
+            extreme[buckets] = np.where(stays[:, None], old, new)
 
     def curve(self) -> Curve:
         """The curve of the rows so far."""

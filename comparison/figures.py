@@ -325,8 +325,8 @@ def _along(runs: Sequence[Run], at: Callable[[Run], Any], axes: Sequence[str]) -
 def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str], name: str) -> None:
     """Label each arm of a name by its differences from the others, or by its first run if there are many."""
     for arm in arms:
-        told = distinctions(arm.first, [other.first for other in arms], leave_out)
-        arm.label = ", ".join([name, *(told if len(told) <= MAX_DISTINCTIONS else [f"as {arm.first.name}"])])
+        details = distinctions(arm.first, [other.first for other in arms], leave_out)
+        arm.label = ", ".join([name, *(details if len(details) <= MAX_DISTINCTIONS else [f"as {arm.first.name}"])])
     labels = [arm.label for arm in arms]
     for arm, label in zip(arms, labels, strict=True):
         if labels.count(label) > 1:
@@ -453,17 +453,17 @@ def loss_curves(runs: Sequence[Run], *, quantity: str = "loss", title: str = "",
     lines, rows, without = [], [], []
     for setup in group(runs):
         label = setup.label if arm is None else arm(setup.runs[0])
-        drawn = {run.name: run.curve(axis, "val", quantity) for run in setup.lasting}
-        drawn = {name: curve for name, curve in drawn.items() if len(curve[0])}
-        x, mean, _ = mean_curve(list(drawn.values())) if drawn else (np.empty(0), np.empty(0), None)
+        curves = {run.name: run.curve(axis, "val", quantity) for run in setup.lasting}
+        curves = {name: curve for name, curve in curves.items() if len(curve[0])}
+        x, mean, _ = mean_curve(list(curves.values())) if curves else (np.empty(0), np.empty(0), None)
         known = np.isfinite(mean)
         if not known.any():
             without.append(label)
             continue
-        points = tuple(Point(float(at), float(value), None, tuple(drawn))
+        points = tuple(Point(float(at), float(value), None, tuple(curves))
                        for at, value in zip(x[known], mean[known], strict=True))
         lines.append(Line(label, setup.attention, points))
-        rows.append((label, str(len(drawn)), value_text(int(points[-1].x)), number_text(points[-1].y)))
+        rows.append((label, str(len(curves)), value_text(int(points[-1].x)), number_text(points[-1].y)))
     remarks = [f"Not drawn, without {what}: {listed(without)}."] if without else []
     unit = f" ({_nats(runs)})" if quantity == "loss" else ""
     return Figure(
@@ -523,12 +523,12 @@ def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _difference(pair: PairedDifference, baseline: str, label: str, place: _Place) -> tuple[Point, tuple[str, ...]]:
     """The point of a pair, and its row in the table."""
     interval = pair.interval()
-    says = "" if interval is None else "not significant" if not pair.is_shown() else (
+    verdict = "" if interval is None else "not significant" if not pair.is_shown() else (
         "higher" if pair.mean > 0 else "lower")
     names = tuple(run.name for run in place.runs if run.seed in pair.seeds)
     return Point(label, pair.mean, interval, names), (
         label, baseline, str(len(pair.seeds)), "–" if pair.windows is None else f"{pair.windows:,}",
-        number_text(pair.mean), _interval_cell(interval, pair.of_seeds), says)
+        number_text(pair.mean), _interval_cell(interval, pair.of_seeds), verdict)
 
 
 def short_name(field: str) -> str:
@@ -554,7 +554,7 @@ def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str
     """
     check_names(figures)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [(f"{figure.name}.{kind}", draw(figure, kind))
+    written = [(f"{figure.name}.{kind}", render(figure, kind))
                for figure in figures for kind in ("svg", "png") if figure.values]
     texts = [*(line for remark in remarks for line in (remark, "")), *(figure.as_markdown() for figure in figures)]
     written.append(("figures.md", "\n".join(texts).encode()))
@@ -645,14 +645,14 @@ def check_names(figures: Sequence[Figure]) -> None:
             raise ConfigError(f"two figures are named {name}; expected unique names")
 
 
-def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """Draws a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line,
+def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """Renders a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line,
     and open markers for published figures.
 
     The output is deterministic. Categories of one point each are listed vertically.
     """
     if figure.x.kind == "category" and not figure.has_legend:
-        return _draw_list(figure, kind)
+        return _render_list(figure, kind)
     below = figure.has_legend and len(figure.lines) > MAX_LEGEND
     with drawing(figsize=(10 if below else 7, 4.5)) as canvas:
         panel = canvas.subplots()
@@ -695,7 +695,7 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         return saved(canvas, kind)
 
 
-def _draw_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+def _render_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """A line of the picture for each category, from top to bottom."""
     with drawing(figsize=(7, 1.2 + 0.35 * len(figure.values))) as canvas:
         panel = canvas.subplots()

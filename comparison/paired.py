@@ -149,9 +149,9 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
             best, other = other, best
             found = [(other, pair := pair.reversed())]
         interval = pair.interval()
-        told = interval and f"{interval_text(interval)} over {len(pair.seeds)} seeds of {pair.windows:,} windows each"
+        note = interval and f"{interval_text(interval)} over {len(pair.seeds)} seeds of {pair.windows:,} windows each"
         text = of_two(opening, "val loss", Mean(best.label, float(np.mean(pair.a))),
-                      Mean(other.label, float(np.mean(pair.b))), shown=pair.is_shown(), interval=told)
+                      Mean(other.label, float(np.mean(pair.b))), shown=pair.is_shown(), interval=note)
     else:
         confidence = 1 - (1 - CONFIDENCE) / len(found)
         text = of_many(opening, "val loss", Mean(best.label, means[best.label]),

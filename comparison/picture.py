@@ -81,13 +81,13 @@ def legend_below(canvas: "matplotlib.figure.Figure", panel: "matplotlib.axes.Axe
     """Draws the legend of a panel below all, in as many columns as fit, and makes the figure higher by its height."""
     lines, labels = panel.get_legend_handles_labels()
 
-    def drawn(columns: int) -> "matplotlib.legend.Legend":
+    def legend_of(columns: int) -> "matplotlib.legend.Legend":
         return canvas.legend(lines, labels, frameon=False, loc="outside lower center", ncols=columns)
 
-    of_one = drawn(1)
+    of_one = legend_of(1)
     columns = int(canvas.bbox.width // of_one.get_window_extent().width)
     of_one.remove()
-    legend = drawn(min(max(columns, 1), len(labels)))
+    legend = legend_of(min(max(columns, 1), len(labels)))
     canvas.set_figheight(canvas.get_figheight() + legend.get_window_extent().height / canvas.dpi)
 
 
@@ -100,13 +100,13 @@ def plain(text: str, longest: int = LONGEST_LABEL) -> str:
 def _draw(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: str, split: str, quantity: str) -> None:
     """Draws the curves of all set-ups that have them."""
     for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
-        drawn = {run.name: curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])}
-        curves = [drawn.pop(run.name) for run in setup.lasting if run.name in drawn]
+        by_name = {run.name: curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])}
+        curves = [by_name.pop(run.name) for run in setup.lasting if run.name in by_name]
         if not curves:
             continue
         look: dict[str, Any] = {"color": colour(setup.attention), "linestyle": DASHES[dash][0]}
         x, mean, spread = mean_curve(curves)
-        for alone in drawn.values():
+        for alone in by_name.values():
             panel.plot(*alone, linewidth=0.8, **look)
         seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
         panel.plot(x, mean, linewidth=2.2, label=plain(setup.label + seeds), **look)

@@ -18,8 +18,8 @@ def short_seeds(runs: Sequence[Run]) -> list[str]:
     """Runs that ended before the other seeds of their set-up."""
     return [f"Means over the seeds of {setup.label} leave out runs that are more than a tenth shorter than the "
             f"longest: {listed([f'{run.name} (to step {run.end("step"):,.0f})' for run in short])}."
-            for setup in group(runs) for kept in [{run.name for run in setup.lasting}]
-            if (short := [run for run in setup.runs if run.name not in kept])]
+            for setup in group(runs) for lasting in [{run.name for run in setup.lasting}]
+            if (short := [run for run in setup.runs if run.name not in lasting])]
 
 
 def _same_seeds(runs: Sequence[Run]) -> list[str]:

@@ -459,8 +459,8 @@ def _options_by_default(config: dict[str, Any]) -> dict[str, Any]:
 
 def _setup_label(label: str, seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
     """The label, and its differences from other set-ups of that attention, or its first run if there are many."""
-    told = distinctions(seeds[0], same_label)
-    return ", ".join([label, *(told if len(told) <= MAX_DISTINCTIONS else [seeds[0].name])])
+    details = distinctions(seeds[0], same_label)
+    return ", ".join([label, *(details if len(details) <= MAX_DISTINCTIONS else [seeds[0].name])])
 
 
 def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ()) -> list[str]:
@@ -500,6 +500,6 @@ def _with_path(run: Run, before: Run) -> str:
 def describe(run: Run, others: Sequence[Run]) -> str:
     """A description of a run: mode, size, context, differences from the others, seed."""
     context = [] if run.context is None else [f"context {run.context:,}"]
-    told = [text for text in distinctions(run, others) if text.split()[0] not in ("layers", "width", "context")]
+    details = [text for text in distinctions(run, others) if text.split()[0] not in ("layers", "width", "context")]
     seed = [f"seed {run.seed}"] if run.seed is not None else []
-    return ", ".join([run.attention, run.size, *context, *told[:MAX_DISTINCTIONS], *seed])
+    return ", ".join([run.attention, run.size, *context, *details[:MAX_DISTINCTIONS], *seed])

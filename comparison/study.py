@@ -290,8 +290,8 @@ def left_out(found: Found, folders: Sequence[Path]) -> list[str]:
     return left
 
 
-def draw(study: Study, out_dir: Path) -> list[Path]:
-    """Draw the figures of a study into ``OUT/figures``; returns the files.
+def render_figures(study: Study, out_dir: Path) -> list[Path]:
+    """Render the figures of a study into ``OUT/figures``; returns the files.
 
     Raises:
         ConfigError: the study's ``figures`` fails.

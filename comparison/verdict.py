@@ -54,8 +54,8 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
         of_group = group(runs)
         if len(of_group) > 1:
             of_which = [part for part, parts in zip(key, zip(*groups, strict=True), strict=True) if len(set(parts)) > 1]
-            said = _of_group(of_group)
-            sentences += [f"With {' and '.join(of_which)}: {' '.join(said)}"] if of_which else said
+            found = _of_group(of_group)
+            sentences += [f"With {' and '.join(of_which)}: {' '.join(found)}"] if of_which else found
     if not sentences and len(group(measured)) > 1:
         sentences.append("No comparison: no two set-ups have the same size and context.")
     return sentences
@@ -68,8 +68,8 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
         return ["No comparison: these runs have different data."]
     quantity = "bits_per_byte" if tokenizers_differ(runs) else "loss"
     unknown = [run.name for run in runs if not len(run.curve("step", "val", quantity)[0])]
-    known = [Setup(setup.label, kept) for setup in setups
-             if (kept := tuple(run for run in setup.runs if run.name not in unknown))]
+    known = [Setup(setup.label, known_runs) for setup in setups
+             if (known_runs := tuple(run for run in setup.runs if run.name not in unknown))]
     sentences = []
     if len(known) > 1:
         axes = [axis for axis in PLACES if axis == "step" or not devices_differ(runs)]
@@ -108,12 +108,12 @@ def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -
     """Sentences about the runs that are not compared; ``counted``: those that are, by axis."""
     axes_of: dict[str, list[str]] = {}
     for axis, of_axis in counted.items():
-        kept = {setup.label: {run.name for run in setup.runs} for setup in of_axis}
+        compared = {setup.label: {run.name for run in setup.runs} for setup in of_axis}
         for setup in setups:
             seeds = [(_seed_of(setup, run), run.end("step")) for run in setup.runs
-                     if run.name not in kept.get(setup.label, ())]
+                     if run.name not in compared.get(setup.label, ())]
             whole = [(setup.label, max(run.end("step") for run in setup.runs))]
-            for name, end in seeds if setup.label in kept else whole:
+            for name, end in seeds if setup.label in compared else whole:
                 axes_of.setdefault(f"{name} (last evaluated at step {end:,.0f})", []).append(axis)
     everywhere = [text for text, axes in axes_of.items() if len(axes) == len(counted)]
     sentences = [f"Left out, as other runs are longer: {listed(everywhere)}."] if everywhere else []
@@ -136,9 +136,9 @@ def _evaluated_too_late(counted: Mapping[str, tuple[Sequence[Setup], float]], qu
                             for setup in setups), key=lambda losses: losses.mean)
     ends = {losses.setup.label: {axis: float(np.mean([run.end(axis) for run in losses.setup.runs])) for axis in PLACES}
             for losses in (best, *others)}
-    told = [f"{losses.told} ({', '.join(style.format(ends[losses.setup.label][axis])
+    last_losses = [f"{losses.wording} ({', '.join(style.format(ends[losses.setup.label][axis])
                                         for axis, (_, _, style) in PLACES.items())})" for losses in (best, *others)]
-    text = f"Last val {'losses' if quantity == 'loss' else 'bits per byte'}: {listed(told)}."
+    text = f"Last val {'losses' if quantity == 'loss' else 'bits per byte'}: {listed(last_losses)}."
     confidence = 1 - (1 - CONFIDENCE) / len(others)
     beaten = [other.setup.label for other in others if _is_lower(best, other, confidence) and all(
         ends[best.setup.label][axis] < ends[other.setup.label][axis] for axis in counted)]
@@ -207,7 +207,7 @@ class Losses(NamedTuple):
         return float(np.mean(self.values))
 
     @property
-    def told(self) -> Mean:
+    def wording(self) -> Mean:
         return Mean(self.setup.label, self.mean)
 
 
@@ -219,7 +219,7 @@ class Crossing(NamedTuple):
     times: int
     """Number of crossings."""
 
-    def told(self, style: str) -> str:
+    def wording(self, style: str) -> str:
         last = f" (the last of {self.times} crossings)" if self.times > 1 else ""
         return f"after {style.format(self.where)}{last}"
 
@@ -229,12 +229,12 @@ def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossi
     interval = welch_interval(other.values, best.values, CONFIDENCE)
     seeds = (f"{len(best.values)} seeds each" if len(best.values) == len(other.values)
              else f"{len(best.values)} and {len(other.values)} seeds")
-    told = interval and f"{interval_text(interval)} over {seeds}"
+    note = interval and f"{interval_text(interval)} over {seeds}"
     shown = _is_lower(best, other, CONFIDENCE)
     if crossing is None or not shown:
-        return of_two(f"After {place}", what, best.told, other.told, shown=shown, interval=told)
-    return (f"{best.setup.label} passes {other.setup.label} {crossing.told(style)} and is "
-            f"{other.mean - best.mean:.4f} lower at {place}: {what} {of_numbers(best.told, other.told, told)}.")
+        return of_two(f"After {place}", what, best.wording, other.wording, shown=shown, interval=note)
+    return (f"{best.setup.label} passes {other.setup.label} {crossing.wording(style)} and is "
+            f"{other.mean - best.mean:.4f} lower at {place}: {what} {of_numbers(best.wording, other.wording, note)}.")
 
 
 def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
@@ -242,9 +242,9 @@ def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, cros
     """The comparison of the lowest with each of the others; ``crossings`` are those with it."""
     confidence = 1 - (1 - CONFIDENCE) / len(others)
     lower = [_is_lower(best, other, confidence) for other in others]
-    text = of_many(f"After {place}", what, best.told,
-                   [(other.told, is_lower) for other, is_lower in zip(others, lower, strict=True)])
-    passed = [f"{other.setup.label} {crossing.told(style)}"
+    text = of_many(f"After {place}", what, best.wording,
+                   [(other.wording, is_lower) for other, is_lower in zip(others, lower, strict=True)])
+    passed = [f"{other.setup.label} {crossing.wording(style)}"
               for other, crossing, is_lower in zip(others, crossings, lower, strict=True) if crossing and is_lower]
     return text + (f" {best.setup.label} passes {listed(passed)}." if passed else "")
 

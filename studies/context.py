@@ -57,7 +57,7 @@ def bound_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    drawn = []
+    shown = []
     for bound in BOUNDS:
         of_bound = [run for run in runs if bound_of(run) == bound]
         if not of_bound:
@@ -71,5 +71,5 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
                 loss, gap = (replace(figure, remarks=(*figure.remarks, "The published losses are per GPT-2 token, of "
                                                       "about four bytes; ours are per byte."))
                              for figure in (loss, gap))
-        drawn += [replace(figure, name=f"{bound}-{figure.name}") for figure in (loss, gap)]
-    return drawn
+        shown += [replace(figure, name=f"{bound}-{figure.name}") for figure in (loss, gap)]
+    return shown

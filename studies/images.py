@@ -64,15 +64,15 @@ def images_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    drawn = []
+    shown = []
     for images in dict.fromkeys(map(images_of, runs)):
         of_images = [run for run in runs if images_of(run) == images]
         for axis in ("step", "train_seconds"):
             figure = loss_curves(of_images, quantity=BITS, axis=axis, arm=arm_of)
-            drawn.append(replace(figure, name=f"{images}-{figure.name}", title=f"{figure.title}, {images}"))
+            shown.append(replace(figure, name=f"{images}-{figure.name}", title=f"{figure.title}, {images}"))
     last = loss_against(runs, "data.source", of=images_of, called="images", quantity=BITS, arm=arm_of,
                         title="Bits per dimension")
     if any(images_of(run) != "digits" for run in runs):
         last = PUBLISHED.beside(last)
         last = replace(last, remarks=(*last.remarks, "Ours are of val, the last tenth of the training images."))
-    return [*drawn, last]
+    return [*shown, last]

@@ -89,16 +89,16 @@ def arm_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    drawn = []
+    shown = []
     for corpus, fields in CORPORA.items():
         of_corpus = [run for run in runs if run.context == fields["model.context"]]
         if of_corpus:
-            drawn += [_named(corpus, loss_against(of_corpus, RATE, arm=arm_of,
+            shown += [_named(corpus, loss_against(of_corpus, RATE, arm=arm_of,
                                                     title=f"Loss on {corpus} against learning rate")),
                       *(_named(corpus, differences(of_corpus, baseline, best_over=RATE, arm=arm_of,
                                                    title=f"Loss on {corpus} minus that of {baseline}"))
                         for baseline in BASELINES)]
-    return drawn
+    return shown
 
 
 def _named(corpus: str, figure: Figure) -> Figure:

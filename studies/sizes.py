@@ -81,17 +81,17 @@ def size_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    drawn = []
+    shown = []
     for size in dict.fromkeys(map(size_of, runs)):
         of_size = [run for run in runs if size_of(run) == size]
         loss = loss_against(of_size, CONTEXT, title=f"Loss of {size} against context")
         gap = differences_against(of_size, CONTEXT, "softmax", title=f"Loss of {size} minus that of softmax")
         if size in PUBLISHED:
             loss, gap = PUBLISHED[size].beside(loss), PUBLISHED[size].minus("softmax").beside(gap)
-        drawn += [replace(figure, name=f"{size.replace(' × ', 'x')}-{figure.name}") for figure in (loss, gap)]
+        shown += [replace(figure, name=f"{size.replace(' × ', 'x')}-{figure.name}") for figure in (loss, gap)]
     for context in sorted({run.context or 0 for run in runs}):
         of_context = [run for run in runs if run.context == context]
         figure = loss_against(of_context, "model.layers", of=lambda run: run.environment.get("parameters"),
                               called="parameters", title=f"Loss at a context of {context:,} against parameters")
-        drawn.append(replace(figure, name=f"{context}-{figure.name}"))
-    return drawn
+        shown.append(replace(figure, name=f"{context}-{figure.name}"))
+    return shown

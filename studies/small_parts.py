@@ -62,14 +62,14 @@ def part_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    drawn = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False,
+    shown = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False,
                           title="Loss without each part")]
     for mode in ("softmax", "gated"):
         of_mode = [run for run in runs if _family(run) == mode]
         if of_mode:
             figure = differences(of_mode, "all parts", arm=part_of, title=f"What each part of {mode} is worth")
-            drawn.append(replace(figure, name=f"{mode}-difference"))
-    return drawn
+            shown.append(replace(figure, name=f"{mode}-difference"))
+    return shown
 
 
 def _family(run: Run) -> str:

@@ -94,13 +94,13 @@ class Estimates:
         if run.config is not None and is_finished(run) and (found := timing(run.folder)) is not None:
             self._timings[run.shape] = found
 
-    def measure(self, out: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def measure(self, out: Path, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
         """Time a few steps of each distinct program without a finished run.
 
         Args:
             out: the folder of the study; temporary runs use a folder next to it.
             environment: environment of the processes.
-            say: called with a message before each.
+            report: called with a message before each.
 
         Raises:
             LineargptError: a run fails.
@@ -108,7 +108,7 @@ class Estimates:
         for run in self.runs:
             if run.config is None or run.shape in self._timings:
                 continue
-            say(f"timing {TIMED_STEPS} steps of {run.name}")
+            report(f"timing {TIMED_STEPS} steps of {run.name}")
             steps = TIMED_STEPS + 1
             with temporary_folder(_existing(out.absolute().parent) / out.name) as folder:
                 fields = {**{name.replace("-", "_"): value for name, value in run.variation.fields.items()},
@@ -118,9 +118,9 @@ class Estimates:
                 ended = subprocess.run([sys.executable, *short.arguments], env=environment, capture_output=True,
                                        text=True, check=False, stdin=subprocess.DEVNULL)
                 if ended.returncode or (found := timing(short.folder)) is None:
-                    said = ended.stderr.strip().splitlines()
+                    error_lines = ended.stderr.strip().splitlines()
                     raise LineargptError(f"timing {run.name}: it ended with exit code {ended.returncode}"
-                                         + (f": {said[-1]}" if said else ""))
+                                         + (f": {error_lines[-1]}" if error_lines else ""))
                 self._timings[run.shape] = found
 
     def seconds(self, run: PlannedRun) -> float | None:
@@ -142,12 +142,12 @@ class Estimates:
         if count is None:
             return None
         whole = STATE_COPIES * FLOAT_BYTES * count
-        kept = run.config.checkpoint.keep + 1  # and the best
+        count_left = run.config.checkpoint.keep + 1  # and the best
         checkpoints = _checkpoints(run.config, self._timings.get(run.shape))
         if checkpoints is not None:
-            kept = min(kept, checkpoints)
-        final = kept * whole if keep_all else min(kept, KEPT_CHECKPOINTS) * FLOAT_BYTES * count
-        return (kept + 1) * whole, final  # one is written before another is deleted
+            count_left = min(count_left, checkpoints)
+        final = count_left * whole if keep_all else min(count_left, KEPT_CHECKPOINTS) * FLOAT_BYTES * count
+        return (count_left + 1) * whole, final  # one is written before another is deleted
 
     def _count(self, run: PlannedRun) -> int | None:
         """Number of parameters of the run's model."""
@@ -239,8 +239,9 @@ def table(runs: Sequence[PlannedRun], estimates: Estimates, *, keep_all: bool) -
         needed = disk(run)
         rows.append([str(index), run.name, state(run), duration(estimates.seconds(run)), size(estimates.memory(run)),
                      size(None if needed is None else needed[0]), size(None if needed is None else needed[1])])
-    kept = [None if (needed := disk(run)) is None else needed[1] for run in left]
-    rows.append(["", f"{len(left)} left", "", duration(total(map(estimates.seconds, left))), "", "", size(total(kept))])
+    remaining = [None if (needed := disk(run)) is None else needed[1] for run in left]
+    rows.append(["", f"{len(left)} left", "", duration(total(map(estimates.seconds, left))), "", "",
+                 size(total(remaining))])
     return ["index", "run", "state", "time", "memory", "disk, training", "disk, kept"], rows
 
 

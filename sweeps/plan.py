@@ -131,15 +131,15 @@ def parse(module: ModuleType, variation: Variation, where: str) -> Any:
     """
     if variation.recipe is None:
         raise ConfigError(f"{where}: {variation.command} requires a recipe, such as configs/quickstart.py")
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):  # the run itself prints its notes
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):  # the run prints its notes
             return module.parse(variation.flags())
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except SystemExit:
         pass
-    lines = [line.strip(" │╭╮╰╯─") for line in said.getvalue().splitlines()]
+    lines = [line.strip(" │╭╮╰╯─") for line in printed.getvalue().splitlines()]
     raise ConfigError(f"{where}: {' '.join(line for line in lines if line and not line.startswith('For full help'))}")
 
 

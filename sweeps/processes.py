@@ -94,8 +94,8 @@ def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str,
     asked = subprocess.run([sys.executable, "-c", "import jax; print(jax.default_backend(), jax.local_device_count())"],
                            env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if asked.returncode:
-        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise ConfigError(f"--parallel {parallel}: jax finds no devices: {said[-1]}")
+        message = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ConfigError(f"--parallel {parallel}: jax finds no devices: {message[-1]}")
     platform, count = asked.stdout.split()
     return devices_of(platform, int(count), parallel, runs, environment)
 
@@ -147,20 +147,20 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
         while active or (waiting and not received):
             while waiting and free and not received:
                 active.append(Active(waiting.pop(0), free.pop(0)))
-                display.say(active[-1].run, "starts", active)
+                display.report(active[-1].run, "starts", active)
             while passed_on < len(received):
                 for one in active:
                     if one.process is not None:
                         one.process.send_signal(received[passed_on])
-                        display.say(one.run, "saves and stops after this step" if passed_on == 0 else "stops "
+                        display.report(one.run, "saves and stops after this step" if passed_on == 0 else "stops "
                                     "immediately", active)
                 passed_on += 1
             for one in list(active):
-                said = _look_at(one, environment, progress, stopped=bool(received), keep_all=keep_all)
-                if said is not None:
+                message = _look_at(one, environment, progress, stopped=bool(received), keep_all=keep_all)
+                if message is not None:
                     active.remove(one)
                     free.append(one.device)
-                    display.say(one.run, said, active)
+                    display.report(one.run, message, active)
             display.update(active)
             if active:
                 time.sleep(POLL_SECONDS)
@@ -226,11 +226,11 @@ def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_al
         return "stopped; repeat the command to resume"
     why = f"signal {-code}" if code < 0 else f"exit code {code}"
     # The output of a killed process does not explain why it ended.
-    progress.failed[run.name] = why + (f": {said}" if code > 0 and (said := _last_words(one)) else "")
+    progress.failed[run.name] = why + (f": {message}" if code > 0 and (message := _last_line(one)) else "")
     return f"failed with {progress.failed[run.name]}"
 
 
-def _last_words(one: Active) -> str:
+def _last_line(one: Active) -> str:
     """The error that a run printed: the last line that begins with the name of its command, or else the last line."""
     output = (one.run.folder / OUTPUT).read_bytes()[one.output_start:].decode(errors="replace")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -272,7 +272,7 @@ def _signals() -> Iterator[list[int]]:
 class Display(Protocol):
     """Shows the progress of a study."""
 
-    def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
+    def report(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
         """Report the new state of a run."""
         ...
 
@@ -311,7 +311,7 @@ class Lines:
     progress: Progress
     parallel: int
 
-    def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
+    def report(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
         print(f"{run.name}: {what} ({summary(self.progress, active, self.parallel)})",
               file=output_stream(), flush=True)
 
@@ -326,29 +326,29 @@ class LiveTable:
     progress: Progress
     parallel: int
     live: Any
-    said: dict[str, str] = field(default_factory=dict)
+    reported: dict[str, str] = field(default_factory=dict)
     """The state of each run, by name."""
-    drawn: float = 0.0
+    refreshed: float = 0.0
 
-    def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
-        self.said[run.name] = what
+    def report(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
+        self.reported[run.name] = what
         self.update(active, now=True)
 
     def update(self, active: Sequence[Active], *, now: bool = False) -> None:
-        if not now and time.monotonic() - self.drawn < REDRAW_SECONDS:
+        if not now and time.monotonic() - self.refreshed < REDRAW_SECONDS:
             return
         from rich.markup import escape
         from rich.table import Table
 
-        self.drawn = time.monotonic()
+        self.refreshed = time.monotonic()
         table = Table("run", "state", "steps", "loss", "time",
                       caption=summary(self.progress, active, self.parallel), caption_justify="left")
         running = {one.run.name: one for one in active}
-        ended = [name for name in self.said if name not in running]
-        coming = [run.name for run in self.progress.left if run.name not in self.said]
+        ended = [name for name in self.reported if name not in running]
+        coming = [run.name for run in self.progress.left if run.name not in self.reported]
         for name in [*ended[-SHOWN:], *running, *coming[:SHOWN]]:
             if name not in running:
-                table.add_row(*map(escape, (name, self.said.get(name, "to do"), "", "", "")))
+                table.add_row(*map(escape, (name, self.reported.get(name, "to do"), "", "", "")))
                 continue
             one = running[name]
             line = last_lines(one.run.folder).get("train", {})

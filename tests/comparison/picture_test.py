@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 import comparison
 import comparison.figures as figures_module
 import comparison.picture as picture_module
-from comparison.figures import Axis, Figure, Line, Point, draw
+from comparison.figures import Axis, Figure, Line, Point, render
 from comparison.picture import picture
 from comparison.runs import group, load_run, name_runs
 from comparison.style import COLOURS
@@ -97,8 +97,8 @@ def test_a_figure_of_many_lines_is_as_large_as_one_of_few(heights):
                                                                                Point(2, i, None, ())))
             for i in range(count)), (), ())
 
-    draw(figure(6), "png")
-    draw(figure(30), "png")
+    render(figure(6), "png")
+    render(figure(30), "png")
     few, many = heights
     assert few[0][0] > 300
     assert many[0][0] == pytest.approx(few[0][0], abs=30)
@@ -121,9 +121,9 @@ def test_names_are_drawn_as_they_are(tmp_path, monkeypatch):
     figure = Figure("one", "$1$", Axis("$", "category"), "$$", (
         Line("$a$", "softmax", (Point("$\\x$", 1.0, None, ()),)),
         Line("$b$", "linear", (Point("$\\x$", 2.0, None, ()),))), (), ())
-    assert {"$1$", "$", "$$", "$a$", "$b$", "$\\x$"} <= texts(draw(figure, "svg"))
+    assert {"$1$", "$", "$$", "$a$", "$b$", "$\\x$"} <= texts(render(figure, "svg"))
     alone = replace(figure, lines=figure.lines[:1])
-    assert {"$1$", "$", "$$", "$\\x$"} <= texts(draw(alone, "svg"))
+    assert {"$1$", "$", "$$", "$\\x$"} <= texts(render(alone, "svg"))
 
 
 def test_a_long_or_hostile_name_leaves_a_plot(tmp_path, heights):

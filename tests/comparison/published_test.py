@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from comparison.figures import Axis, Figure, Line, Point, draw
+from comparison.figures import Axis, Figure, Line, Point, render
 from comparison.page import figure_payload
 from comparison.published import PUBLISHED, published
 from comparison.study import load_study
@@ -41,9 +41,9 @@ def test_published_lines_are_drawn_beside_ours_with_their_source(write):
     found = figure_payload(figure)
     assert [line["published"] for line in found["lines"]] == [None, "Somebody, 2024", "Somebody, 2024"]
     assert [line["dash"] for line in found["lines"]] == ["solid", "dash", "solid"]
-    svg = draw(figure, "svg").decode()
+    svg = render(figure, "svg").decode()
     assert "opacity: 0.6" in svg
-    assert "opacity: 0.6" not in draw(OURS, "svg").decode()
+    assert "opacity: 0.6" not in render(OURS, "svg").decode()
 
 
 def test_the_difference_of_published_lines_is_where_both_have_values(write):
