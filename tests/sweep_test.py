@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -218,13 +219,12 @@ def test_a_run_that_another_sweep_finished_meanwhile_is_not_made_again(made: Mad
     assert f"{RUNS[0]}: finished by another process (1 done" in capsys.readouterr().out
 
 
-def test_a_line_that_cannot_be_printed_ends_no_sweep(made: Made, monkeypatch: pytest.MonkeyPatch):
-    run = plan.plan(load_study(made.path), made.out, quick=False)[0]
-    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
-    with processes._display(processes.Progress([run], estimates.Estimates([run])), 1) as lines:
-        lines.say(run, "starts", [])
-    with pytest.raises(OSError, match="No space left"):
-        sys.stdout.close()
+def test_a_line_that_cannot_be_printed_ends_no_sweep(made: Made, capsys: pytest.CaptureFixture[str]):
+    with open("/dev/full", "w") as full, redirect_stdout(full):
+        assert made.sweep() == 1
+    assert made.begun() == RUNS
+    assert (made.out / "figures" / "figures.md").is_file()
+    assert "standard output: No space left" in capsys.readouterr().err
 
 
 def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
