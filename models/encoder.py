@@ -18,7 +18,8 @@ from configs.schema import EncoderConfig, Remat
 from kernels.mixed_precision import wide
 from kernels.segments import positions_of
 from models import attention as attentions
-from models.attention.self_attention import INITIAL_SCALE, Linear, angles
+from models.attention.rotary import angles
+from models.attention.self_attention import INITIAL_SCALE, Linear
 from models.block import Block, LayerNorm, linears
 from models.heads import Head, TiedHead
 from models.parameters import declare

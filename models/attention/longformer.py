@@ -46,7 +46,8 @@ from kernels.softmax_attention import softmax_attention
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
 from models.attention.padding_last import with_padding_last
-from models.attention.self_attention import LayerCache, Linear, SelfAttention, rotate
+from models.attention.rotary import rotate
+from models.attention.self_attention import LayerCache, Linear, SelfAttention
 from models.attention.window_cache import WindowCache
 from support.errors import ConfigError
 from support.ranges import Count, Natural

@@ -4,17 +4,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels import cpu
 from kernels.gated_norm import gated_norm
 from kernels.project_heads import HeadWeights, project_heads
 from kernels.projection import project
 from models.attention.layer_options import layer_options
+from models.attention.rotary import rotate
 from models.parameters import Axis, declare, own_parameters
 
 INITIAL_SCALE = 0.02
@@ -122,6 +120,72 @@ class SelfAttention(nnx.Module):
             self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
             self.gate.bias[...] = jnp.full_like(self.gate.bias[...], OPEN_GATE_BIAS[options.output_gate])
 
+    def forward(self, x_BTE: Float[Array, "B T E"], cache: LayerCache | None = None, *, causal: bool = True,
+                positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
+                packed: bool = True, lengths_B: Int[Array, " B"] | None = None,
+                ) -> tuple[Float[Array, "B T E"], LayerCache | None]:
+        """Attention over whole sequences or, with a cache, over T more tokens.
+
+        Args:
+            x_BTE: the tokens.
+            cache: result of :meth:`layer_cache` or an earlier call; None: whole sequences.
+            causal: whether attention is causal; always true with a cache.
+            positions_BT: rotary positions of queries and keys, if any.
+            segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
+            packed: whether rows may have several segments, or padding before a token. False: each row is one segment
+                followed by padding.
+            lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
+
+        Returns:
+            The result, and the cache with the new tokens, or None.
+
+        Raises:
+            NotImplementedError: the mode does not support the mask, a cache, or packed rows.
+        """
+        self.check_mask(causal, several_segments=packed and segment_ids_BT is not None)
+        (q_BTHD, k_BTHD, v_BTHD), history = self.heads_of(x_BTE, cache, segment_ids_BT, lengths_B)
+        positions_BT = positions_BT if self.rotary else None
+        if positions_BT is not None:
+            q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
+        y_BTHD, state = self.attend(q_BTHD, k_BTHD, v_BTHD, None if cache is None else cache.mode_state, x_BTE=x_BTE,
+                                    causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT,
+                                    lengths_B=lengths_B)
+        y_BTE = self.output(self.gated(y_BTHD, x_BTE))
+        return y_BTE, None if history is None else LayerCache(state, history)
+
+    def check_mask(self, causal: bool, *, several_segments: bool) -> None:
+        """Raises :class:`NotImplementedError` for a mask that the mode does not support."""
+        if not (self.causal if causal else self.bidirectional):
+            raise NotImplementedError(f"attention mode {self.name!r} "
+                                      + ("is bidirectional and cannot be causal" if causal else
+                                         "is causal and cannot be bidirectional"))
+        if several_segments and not self.supports_segments(causal):
+            raise NotImplementedError(f"attention mode {self.name!r} cannot separate the segments of a row; expected "
+                                      "rows of one segment followed by padding, with packed=False")
+        if self.options.short_conv and not causal:
+            raise NotImplementedError(f"attention mode {self.name!r} with a short convolution sees the past only")
+
+    def heads_of(self, x_BTE: Array, cache: LayerCache | None, segment_ids_BT: Array | None, lengths_B: Array | None,
+                 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...] | None]:
+        """q_BTHD, k_BTHD and v_BTHD before rotation, and the history of the next cache."""
+        heads, history = project_heads(x_BTE, self.head_weights, heads=self.heads,
+                                       before=None if cache is None else cache.history,
+                                       segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+        return self.queries_keys_values(heads), history
+
+    def gated(self, y_BTHD: Array, x_BTE: Array) -> Array:
+        """y_BTF, F = H · D, after norm and gate."""
+        options, scale_HD, gate_BTHD, bias_HD = self.options, None, None, None
+        if options.output_norm != "none":
+            scale_HD = self.output_scale_HD[...]
+        if options.output_gate != "none":
+            w_EF, bias_F = self.gate.parameters
+            gate_BTHD = project(x_BTE, w_EF, None).reshape(y_BTHD.shape)  # gated_norm adds the bias
+            bias_HD = bias_F.reshape(y_BTHD.shape[2:])
+        if (options.output_norm, options.output_gate) != ("none", "none"):
+            y_BTHD = gated_norm(y_BTHD, scale_HD, gate_BTHD, bias_HD, activation=options.output_gate)
+        return y_BTHD.reshape(*y_BTHD.shape[:2], -1)
+
     def supports_segments(self, causal: bool) -> bool:
         """Whether a row may have several segments; if not, a row is one segment followed by padding."""
         return True
@@ -214,97 +278,3 @@ class SelfAttention(nnx.Module):
     def name(self) -> str:
         """Name of the mode and of its file."""
         return type(self).__module__.rpartition(".")[2]
-
-    def forward(self, x_BTE: Float[Array, "B T E"], cache: LayerCache | None = None, *, causal: bool = True,
-                positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
-                packed: bool = True, lengths_B: Int[Array, " B"] | None = None,
-                ) -> tuple[Float[Array, "B T E"], LayerCache | None]:
-        """Attention over whole sequences or, with a cache, over T more tokens.
-
-        Args:
-            x_BTE: the tokens.
-            cache: result of :meth:`layer_cache` or an earlier call; None: whole sequences.
-            causal: whether attention is causal; always true with a cache.
-            positions_BT: rotary positions of queries and keys, if any.
-            segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
-            packed: whether rows may have several segments, or padding before a token. False: each row is one segment
-                followed by padding.
-            lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
-
-        Returns:
-            The result, and the cache with the new tokens, or None.
-
-        Raises:
-            NotImplementedError: the mode does not support the mask, a cache, or packed rows.
-        """
-        self.check_mask(causal, several_segments=packed and segment_ids_BT is not None)
-        (q_BTHD, k_BTHD, v_BTHD), history = self.heads_of(x_BTE, cache, segment_ids_BT, lengths_B)
-        positions_BT = positions_BT if self.rotary else None
-        if positions_BT is not None:
-            q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
-        y_BTHD, state = self.attend(q_BTHD, k_BTHD, v_BTHD, None if cache is None else cache.mode_state, x_BTE=x_BTE,
-                                    causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT,
-                                    lengths_B=lengths_B)
-        y_BTE = self.output(self.gated(y_BTHD, x_BTE))
-        return y_BTE, None if history is None else LayerCache(state, history)
-
-    def check_mask(self, causal: bool, *, several_segments: bool) -> None:
-        """Raises :class:`NotImplementedError` for a mask that the mode does not support."""
-        if not (self.causal if causal else self.bidirectional):
-            raise NotImplementedError(f"attention mode {self.name!r} "
-                                      + ("is bidirectional and cannot be causal" if causal else
-                                         "is causal and cannot be bidirectional"))
-        if several_segments and not self.supports_segments(causal):
-            raise NotImplementedError(f"attention mode {self.name!r} cannot separate the segments of a row; expected "
-                                      "rows of one segment followed by padding, with packed=False")
-        if self.options.short_conv and not causal:
-            raise NotImplementedError(f"attention mode {self.name!r} with a short convolution sees the past only")
-
-    def heads_of(self, x_BTE: Array, cache: LayerCache | None, segment_ids_BT: Array | None, lengths_B: Array | None,
-                 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...] | None]:
-        """q_BTHD, k_BTHD and v_BTHD before rotation, and the history of the next cache."""
-        heads, history = project_heads(x_BTE, self.head_weights, heads=self.heads,
-                                       before=None if cache is None else cache.history,
-                                       segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
-        return self.queries_keys_values(heads), history
-
-    def gated(self, y_BTHD: Array, x_BTE: Array) -> Array:
-        """y_BTF, F = H · D, after norm and gate."""
-        options, scale_HD, gate_BTHD, bias_HD = self.options, None, None, None
-        if options.output_norm != "none":
-            scale_HD = self.output_scale_HD[...]
-        if options.output_gate != "none":
-            w_EF, bias_F = self.gate.parameters
-            gate_BTHD = project(x_BTE, w_EF, None).reshape(y_BTHD.shape)  # gated_norm adds the bias
-            bias_HD = bias_F.reshape(y_BTHD.shape[2:])
-        if (options.output_norm, options.output_gate) != ("none", "none"):
-            y_BTHD = gated_norm(y_BTHD, scale_HD, gate_BTHD, bias_HD, activation=options.output_gate)
-        return y_BTHD.reshape(*y_BTHD.shape[:2], -1)
-
-
-def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
-    """Rotary positions, D even: rotates pairs (x_d, x_{d + D/2}) by t · 10000^(−2d/D). Su et al., "RoFormer", 2021.
-
-    t is below 2^32, including int32 after overflow.
-    """
-    half = x_BTHD.shape[-1] // 2
-    angle_BTHD = angles(positions_BT, half)[:, :, None]
-    cos_BTHD, sin_BTHD = cpu.compute_once((jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)))  # not in every head
-    a, b = x_BTHD[..., :half].astype(jnp.float32), x_BTHD[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos_BTHD - b * sin_BTHD, a * sin_BTHD + b * cos_BTHD], axis=-1).astype(x_BTHD.dtype)
-
-
-def angles(positions_BT: Int[Array, "B T"], pairs: int) -> Float[Array, "B T D"]:
-    """t · 10000^(−d/pairs) for d below ``pairs``, from −π to π, with an absolute error of 1e-6 at any t.
-
-    float32 cannot represent the product: at position 10^7 it is off by a radian. Angles are integers instead, 2^32 per
-    turn, whose overflow drops whole turns. Positions are processed byte by byte, so that the rounding error of the rate
-    does not grow with them.
-    """
-    turns_D = 10_000.0 ** (-np.arange(pairs) / pairs) / (2 * np.pi)
-    t_BT1 = positions_BT.astype(jnp.uint32)[..., None]
-    angle_BTD = jnp.zeros((*positions_BT.shape, pairs), jnp.uint32)
-    for shift in (0, 8, 16, 24):
-        rate_D = np.round(turns_D * 2.0**shift % 1 * 2**32).astype(np.uint64).astype(np.uint32)
-        angle_BTD += (t_BT1 >> shift & 255) * rate_D[None, None]
-    return jax.lax.bitcast_convert_type(angle_BTD, jnp.int32).astype(jnp.float32) * np.float32(2 * np.pi / 2**32)

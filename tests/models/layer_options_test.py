@@ -16,7 +16,8 @@ from kernels.recurrent_step import has_kernel
 from models import attention, encoder, gpt
 from models.attention.gates import InputDecay, fixed_log_decay
 from models.attention.layer_options import LayerOptions
-from models.attention.self_attention import SelfAttention, rotate
+from models.attention.rotary import rotate
+from models.attention.self_attention import SelfAttention
 from models.parameters import declarations
 from support.errors import ConfigError
 

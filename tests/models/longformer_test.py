@@ -11,7 +11,7 @@ from flax import nnx
 from configs.schema import ModelConfig
 from models.attention import softmax
 from models.attention.longformer import Attention, Config
-from models.attention.self_attention import rotate
+from models.attention.rotary import rotate
 from models.gpt import GPT, resolve_config
 from support.errors import ConfigError
 

@@ -18,7 +18,7 @@ from kernels.projection import api as projection
 from kernels.recurrent_step.api import IMPLEMENTATIONS
 from models import attention as attentions
 from models.attention import self_attention
-from models.attention.self_attention import angles
+from models.attention.rotary import angles
 from models.gpt import GPT, resolve_config
 from sampling import sampler as sampler_module
 from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
