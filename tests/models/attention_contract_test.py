@@ -20,6 +20,7 @@ from jax.test_util import check_grads
 from models import attention
 from models.attention.self_attention import LayerCache, SelfAttention
 from models.parameters import Axis, declarations
+from support.errors import ConfigError
 from tests import several_devices
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +49,15 @@ BFLOAT16_TOLERANCE = 2e-2
 # rounded numbers. Without the norms the error is a sixth of this.
 BFLOAT16_NORMED_TOLERANCE = 1e-1
 
+SMALL = {"bigbird": {"block_size": 3, "random_blocks": 2}, "local": {"block_size": 8},
+         "sparse": {"block_size": 5, "summary": 2}}
+"""Modes whose pieces then end inside of blocks."""
 
-def build(mode: str) -> SelfAttention:
+
+def build(mode: str, **options) -> SelfAttention:
     module = attention.modes()[name_of(mode)]
-    return module.Attention(module.Config(**VARIANTS.get(mode, {})), heads=H, head_width=D, width=E, max_length=ROOM,
-                            rngs=nnx.Rngs(3))
+    return module.Attention(module.Config(**VARIANTS.get(mode, {}) | options), heads=H, head_width=D, width=E,
+                            max_length=ROOM, rngs=nnx.Rngs(3))
 
 
 def name_of(mode: str) -> str:
@@ -102,8 +107,8 @@ def whole(module: SelfAttention):
     return last_of_each_prefix
 
 
-def decoder(mode: str) -> SelfAttention:
-    module = build(mode)
+def decoder(mode: str, **options) -> SelfAttention:
+    module = build(mode, **options)
     if module.decode_state == "none":
         pytest.skip("has no cached decode")
     return module
@@ -206,10 +211,10 @@ def test_extending_in_pieces_is_the_whole(mode):
     assert_close(jnp.concatenate(pieces, axis=1), whole(module)(x))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_prompts_of_different_lengths(mode):
+@pytest.mark.parametrize(("mode", "options"), [*((mode, {}) for mode in MODES), *SMALL.items()])
+def test_prompts_of_different_lengths(mode, options):
     """Row b counts its first lengths_B[b] tokens; then, twice, another one or two."""
-    module = decoder(mode)
+    module = decoder(mode, **options)
     x, extend = make_x(), run_decode(module)
     lengths = np.array([70, 33], np.int32)
     y, cache = extend(x[:, :70], module.layer_cache(B, ROOM, jnp.float32), lengths)
@@ -386,6 +391,14 @@ def test_every_parameter_declares_its_axes_and_whether_it_decays(mode):
         declarations(module)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sequence_longer_than_the_parameters_of_a_mode_is_refused(mode):
+    if not (module := build(mode)).fixed_length:
+        pytest.skip("has parameters for no length")
+    with pytest.raises(ConfigError, match=rf"'{mode}' was given {ROOM + 1} tokens; expected .*, {ROOM}$"):
+        module.forward(make_x(ROOM + 1), causal=module.causal)
+
+
 @pytest.mark.fast
 def test_a_mode_without_a_cached_decode_refuses_by_name():
     module = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(0))
@@ -396,33 +409,6 @@ def test_a_mode_without_a_cached_decode_refuses_by_name():
             call()
 
 
-NEW_MODE = '''
-from dataclasses import dataclass
-
-import jax.numpy as jnp
-
-from models.attention.self_attention import SelfAttention
-
-
-@dataclass(frozen=True)
-class Config:
-    """Options."""
-
-    scale: float = 1.0
-    """Factor on the values."""
-
-
-class Attention(SelfAttention):
-    """The mean of all values so far."""
-
-    def mix(self, q_BTHD, k_BTHD, v_BTHD, *, x_BTE, causal, segment_ids_BT):
-        count_T = jnp.arange(1, v_BTHD.shape[1] + 1)
-        return self.config.scale * jnp.cumsum(v_BTHD, axis=1) / count_T[None, :, None, None]
-
-    def flops(self, tokens, context, *, causal=True):
-        return tokens * self.width
-'''
-
 USE_IT = """
 import jax.numpy as jnp
 from flax import nnx
@@ -430,9 +416,9 @@ from configs.schema import ModelConfig
 from models import attention
 from models.gpt import GPT, resolve_config
 
-assert "running_mean" in attention.modes() and "helper" not in attention.modes(), attention.modes()
-config = ModelConfig(layers=2, heads=2, width=8, context=8, attention=("running_mean", "softmax"), dtype="float32",
-                     modes={"running_mean": {"scale": 2.0}})
+assert "mean" in attention.modes() and "helper" not in attention.modes(), attention.modes()
+config = ModelConfig(layers=2, heads=2, width=8, context=8, attention=("mean", "softmax"), dtype="float32",
+                     modes={"mean": {"scale": 2.0}})
 model = GPT(resolve_config(config), 11, rngs=nnx.Rngs(0))
 assert model.blocks[0].attention.config.scale == 2.0
 assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
@@ -443,7 +429,8 @@ assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
 def test_a_file_dropped_into_the_folder_is_a_mode(tmp_path):
     for package in ("configs", "kernels", "models", "support"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "models" / "attention" / "running_mean.py").write_text(NEW_MODE)
+    code = (ROOT / "docs" / "adding_a_mode.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "models" / "attention" / "mean.py").write_text(code)
     (tmp_path / "models" / "attention" / "helper.py").write_text("Config = None\n")
     done = subprocess.run([sys.executable, "-c", USE_IT], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
                           capture_output=True, text=True)

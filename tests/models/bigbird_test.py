@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from models.attention.bigbird import Attention, Config
-from support.errors import ConfigError
 
 B, T, H, D = 2, 38, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
@@ -120,25 +119,6 @@ def test_a_lone_token_sees_itself():
 
 
 @pytest.mark.thorough
-def test_rows_extended_by_pieces_of_their_own_lengths():
-    attention, x = module(), np.asarray(inputs())
-    extend = jax.jit(lambda q, k, v, cache, lengths_B: attention.extend(
-        q, k, v, cache, x_BTE=jnp.zeros((B, 1, H * D)), lengths_B=lengths_B))
-    expected = np.asarray(jax.jit(lambda x: mix(attention, x, causal=True))(x))
-    cache, seen_B = attention.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
-    for pieces in ((14, 4), (0, 14), (14, 8), (1, 0), (1, 1), (1, 1), (5, 5)):
-        size = 1 if max(pieces) == 1 else 14
-        take_BT = np.minimum(seen_B[:, None] + np.arange(size), T - 1)
-        y, cache = extend(*np.take_along_axis(x, take_BT[None, :, :, None, None], axis=2), cache,
-                          np.array(pieces, np.int32))
-        y = np.asarray(y)
-        for row, n in enumerate(pieces):
-            np.testing.assert_allclose(y[row, :n], expected[row, seen_B[row]:seen_B[row] + n], atol=2e-6)
-        seen_B = seen_B + np.array(pieces, np.int32)
-    np.testing.assert_array_equal(cache.filled_B, seen_B)
-
-
-@pytest.mark.thorough
 def test_a_token_costs_the_same_to_decode_whatever_the_room():
     attention = module()
 
@@ -150,27 +130,3 @@ def test_a_token_costs_the_same_to_decode_whatever_the_room():
         return costs["flops"]
 
     assert flops(3000) < 1.01 * flops(300)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("causal", [True, False])
-def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
-    attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))
-
-    def temporary(tokens: int) -> int:
-        x = jax.ShapeDtypeStruct((1, tokens, 4, 32), jnp.float32)
-        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal,
-                                                          segment_ids_BT=None).sum(), argnums=(0, 1, 2))
-        analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
-        return analysis.temp_size_in_bytes
-
-    assert temporary(16_384) < 2.2 * temporary(8_192)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"block_size": 0}, "model.modes.bigbird.block_size is 0; expected at least 1"),
-    ({"random_blocks": -1}, "model.modes.bigbird.random_blocks is -1; expected at least 0"),
-])
-def test_options_that_make_no_pattern_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        Config(**options)

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from models.attention.local import Attention, Config
-from support.errors import ConfigError
 
 B, T, H, D, SIZE = 2, 45, 2, 4, 8
 X_BTE = jnp.zeros((B, T, H * D))
@@ -64,45 +63,5 @@ def test_it_is_attention_inside_blocks(segment_ids, causal):
         assert np.all(np.asarray(y)[segment_ids < 0] == 0)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("size", [1, SIZE, 64])
-def test_decoding_in_pieces_across_blocks(size):
-    """Rows have different lengths, and each piece has tokens that do not count."""
-    module = build(size)
-    q, k, v = inputs()
-    expected = dense(q, k, v, shown(None, True, size))
-    extend = jax.jit(lambda q, k, v, cache, lengths: module.extend(q, k, v, cache, x_BTE=X_BTE[:, :q.shape[1]],
-                                                                   lengths_B=lengths))
-    cache, at = module.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
-    for lengths in ([20, 3], [0, 7], [20, 20], [1, 1]):
-        pieces = [jnp.stack([jnp.pad(x[b, n:], ((0, T), (0, 0), (0, 0)))[:20] for b, n in enumerate(at)])
-                  for x in (q, k, v)]
-        y, cache = extend(*pieces, cache, jnp.array(lengths))
-        for b, (n, more) in enumerate(zip(at, lengths, strict=True)):
-            np.testing.assert_allclose(y[b, :more], expected[b, n:n + more], atol=1e-5)
-        at += lengths
-    assert int(cache.seen_B.max()) < size + 20  # the counter is bounded, however long the text
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("causal", [True, False])
-def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
-    module, tokens = build(64), 16_384
-    x = jax.ShapeDtypeStruct((1, tokens, H, D), jnp.float32)
-    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-
-    def loss(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        return module.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal, segment_ids_BT=ids).sum()
-
-    memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x, ids).compile().memory_analysis()
-    assert memory is not None
-    assert memory.temp_size_in_bytes < 64 * x.size * 4 < tokens**2
-
-
 def test_flops_are_those_of_the_pairs_that_are_seen():
     assert build().flops(3 * T, T) == 3 * 4 * H * D * shown(None, True)[0].sum()
-
-
-def test_a_block_has_a_token():
-    with pytest.raises(ConfigError, match=r"model\.modes\.local\.block_size is 0; expected at least 1"):
-        Config(block_size=0)

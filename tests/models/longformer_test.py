@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ModelConfig
 from models.attention import softmax
 from models.attention.longformer import Attention, Config
 from models.attention.rotary import rotate
-from models.gpt import GPT, resolve_config
-from support.errors import ConfigError
 
 B, T, H, D = 2, 23, 2, 4
 POSITIONS = jnp.asarray(np.arange(T)[None].repeat(B, axis=0))
@@ -113,7 +110,7 @@ def test_decoding_in_pieces(window, global_tokens):
     expected = np.asarray(jax.jit(lambda x: dense(module, x, True, POSITIONS, None))(x))
     decode = jax.jit(lambda x, cache, positions, lengths: nnx.merge(graph, state).forward(
         x, cache, positions_BT=positions, lengths_B=lengths))
-    cache, at = module.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
+    cache, at = module.layer_cache(B, T, jnp.float32), np.zeros(B, np.int32)
     for lengths in ([1, 0], [1, 2], [4, 8], [0, 1], [8, 1], [8, 8]):
         piece = np.stack([np.pad(x[b, n:], ((0, T), (0, 0)))[:8] for b, n in enumerate(at)])
         y, cache = decode(piece, cache, np.arange(8)[None] + at[:, None], np.array(lengths))
@@ -140,34 +137,8 @@ def test_rows_of_several_segments_exclude_global_tokens_in_an_encoder(global_tok
     assert hasattr(module, "global_query") == (global_tokens > 0)
 
 
-def test_documents_can_be_packed():
-    config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",)))
-    model = nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0)))
-    assert model.blocks[0].attention.supports_segments(causal=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("causal", [True, False])
-def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
-    graph, state = nnx.split(build(128, 2))
-    tokens = 16_384
-    x = jax.ShapeDtypeStruct((1, tokens, H * D), jnp.float32)
-    gradient = jax.grad(lambda state, x: nnx.merge(graph, state).forward(x, causal=causal)[0].sum(), argnums=(0, 1))
-    memory = jax.jit(gradient).lower(state, x).compile().memory_analysis()
-    assert memory is not None
-    assert memory.temp_size_in_bytes < 64 * x.size * 4 < tokens**2
-
-
 @pytest.mark.parametrize(("window", "global_tokens"), [(6, 0), (6, 3), (2, 9), (60, 2)])
 def test_flops_are_those_of_the_pairs_that_are_seen(window, global_tokens):
     ordinary, everything = (mask[0].sum(axis=1) for mask in masks(window, global_tokens, causal=True))
     pairs = ordinary.sum() + everything[:global_tokens].sum()
     assert build(window, global_tokens).flops(3 * T, T) == 3 * 4 * H * D * pairs
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"window": 0}, "window is 0; expected at least 1"),
-    ({"global_tokens": -1}, "global_tokens is -1; expected at least 0")])
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=rf"model\.modes\.longformer\.{message}"):
-        Config(**options)

@@ -53,13 +53,6 @@ def test_modes_decay_what_they_did_and_share_the_projections(name):
             assert declared.decays == parameter.endswith("kernel")
 
 
-@pytest.mark.parametrize("mode", sorted(attention.modes()))
-def test_what_a_mode_counts_for_itself_is_what_it_does_not_share(mode):
-    module = attention.abstract(mode, attention.load(mode).Config(), head_width=4, width=8, max_length=16)
-    sizes = {".".join(map(str, path)): leaf.size for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-    assert module.own_parameters == sum(size for name, size in sizes.items() if not named(module)[name].shared)
-
-
 def test_embeddings_decay_and_vectors_do_not():
     """In both models, with all options."""
     config = encoder.resolve_config(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=8, classes=3,

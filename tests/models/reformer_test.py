@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from models.attention.reformer import Attention, Config
-from support.errors import ConfigError
 
 B, T, H, D = 2, 45, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
@@ -157,33 +156,3 @@ def test_there_are_about_two_buckets_for_each_chunk(max_length, chunk_size, fact
     module = Attention(Config(chunk_size=chunk_size), **SIZES | {"max_length": max_length}, rngs=nnx.Rngs(0))
     assert module.factors == factors
     assert np.prod(factors) == module.buckets
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"rounds": 0}, "rounds is 0; expected at least 1"),
-    ({"chunk_size": 0}, "chunk_size is 0; expected at least 1"),
-    ({"resample_every": -1}, "resample_every is -1; expected at least 0"),
-    ({"buckets": 0}, "buckets is 0; expected an even number up to 64, or a power of two"),
-    ({"buckets": 7}, "buckets is 7; expected an even number"),
-    ({"buckets": 100}, "buckets is 100; expected an even number"),
-])
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=rf"model\.modes\.reformer\.{message}"):
-        Config(**options)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("causal", [True, False])
-def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
-    module = Attention(Config(), heads=2, head_width=16, width=32, max_length=16_384, rngs=nnx.Rngs(0))
-
-    def loss(q, k, v, segment_ids_BT):
-        return module.mix(q, k, v, x_BTE=jnp.zeros(()), causal=causal, segment_ids_BT=segment_ids_BT).sum()
-
-    def temporary(tokens: int) -> int:
-        x = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(
-            x, x, x, jax.ShapeDtypeStruct((1, tokens), jnp.int32)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporary(16_384) < 2.2 * temporary(8_192)

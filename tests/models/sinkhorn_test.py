@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from models.attention.sinkhorn import Attention, Config, normalised
-from support.errors import ConfigError
 
 B, H, D, E, SIZE, L = 2, 2, 4, 8, 5, 32
 
@@ -97,34 +96,3 @@ def test_rows_and_columns_sum_to_one_over_the_blocks_that_there_are():
         np.testing.assert_allclose(p_BHNK.sum(axis=axis), np.repeat(present_BN[:, None], 2, axis=1), atol=1e-3)
     rows_only = normalised(scores_BHNK, present_BN, 1).sum(axis=3)
     np.testing.assert_allclose(rows_only, np.repeat(present_BN[:, None], 2, axis=1), atol=1e-6)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"block_size": 0}, r"block_size is 0; expected at least 1"),
-    ({"iterations": 0}, r"iterations is 0; expected at least 1"),
-    ({"temperature": 0.0}, r"temperature is 0\.0; expected a number above 0"),
-    ({"temperature": float("nan")}, r"temperature is nan; expected a number above 0")])
-def test_options_without_meaning_are_refused(options, message):
-    with pytest.raises(ConfigError, match=r"model\.modes\.sinkhorn\." + message):
-        Config(**options)
-
-
-def test_a_sequence_beyond_its_length_is_refused():
-    with pytest.raises(ConfigError, match=r"'sinkhorn' was given 33 tokens; expected at most model\.context, 32"):
-        mix(build(), *inputs(33))
-
-
-@pytest.mark.thorough
-def test_memory_is_linear():
-    """Of output and gradients, in the compiled program; the sort's matrix has at most 256² elements."""
-
-    def size(tokens: int) -> int:
-        module = nnx.eval_shape(lambda: build(tokens, block_size=64))
-        graph, state = nnx.split(module)
-        x_BTE = jax.ShapeDtypeStruct((1, tokens, E), jnp.float32)
-        gradient = jax.grad(lambda state, x_BTE: nnx.merge(graph, state).forward(x_BTE, causal=False)[0].sum(),
-                            argnums=(0, 1))
-        compiled: Any = jax.jit(gradient).lower(state, x_BTE).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert size(16384) < 2.3 * size(8192)

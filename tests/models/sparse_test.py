@@ -12,7 +12,6 @@ from flax import nnx
 from models.attention.softmax import Attention as Softmax
 from models.attention.softmax import Config as SoftmaxConfig
 from models.attention.sparse import Attention, Config
-from support.errors import ConfigError
 
 B, T, H, D = 2, 23, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
@@ -69,52 +68,7 @@ def test_a_lone_token_sees_itself():
     np.testing.assert_allclose(jax.jit(lambda x: mix(attention, x, causal=False))(x), x[2], rtol=1e-6)
 
 
-@pytest.mark.thorough
-def test_rows_extended_by_pieces_of_their_own_lengths():
-    attention, x = module(), np.asarray(inputs())
-    extend = jax.jit(lambda q, k, v, cache, lengths_B: attention.extend(
-        q, k, v, cache, x_BTE=jnp.zeros((B, 1, H * D)), lengths_B=lengths_B))
-    expected = np.asarray(jax.jit(lambda x: mix(attention, x, causal=True))(x))
-    cache, seen_B = attention.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
-    for pieces in ((12, 3), (0, 12), (1, 0), (1, 1), (1, 1), (5, 5)):
-        size = 1 if max(pieces) == 1 else 12
-        take_BT = np.minimum(seen_B[:, None] + np.arange(size), T - 1)
-        y, cache = extend(*np.take_along_axis(x, take_BT[None, :, :, None, None], axis=2), cache,
-                          np.array(pieces, np.int32))
-        y = np.asarray(y)
-        for row, n in enumerate(pieces):
-            np.testing.assert_allclose(y[row, :n], expected[row, seen_B[row]:seen_B[row] + n], atol=2e-6)
-        seen_B = seen_B + np.array(pieces, np.int32)
-    np.testing.assert_array_equal(cache.seen_B, seen_B)
-
-
 def test_decoding_keeps_a_small_share_of_keys_and_values():
     attention = Attention(Config(), **SIZES, rngs=nnx.Rngs(0))
     softmax = Softmax(SoftmaxConfig(), **SIZES, rngs=nnx.Rngs(0))
     assert attention.state_bytes(16_384) < softmax.state_bytes(16_384) / 6
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("causal", [True, False])
-def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
-    attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))
-
-    def temporary(tokens: int) -> int:
-        x = jax.ShapeDtypeStruct((1, tokens, 4, 32), jnp.float32)
-        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal,
-                                                          segment_ids_BT=None).sum(), argnums=(0, 1, 2))
-        analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
-        return analysis.temp_size_in_bytes
-
-    assert temporary(16_384) < 2.2 * temporary(8_192)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"block_size": 1}, "model.modes.sparse.block_size is 1; expected at least 2"),
-    ({"block_size": 8, "summary": 8}, "model.modes.sparse.summary is 8; expected at least 1, and less than "
-                                      "model.modes.sparse.block_size, 8"),
-    ({"summary": 0}, "model.modes.sparse.summary is 0; expected at least 1"),
-])
-def test_options_that_make_no_pattern_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        Config(**options)
