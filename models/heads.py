@@ -96,12 +96,12 @@ class LogisticsHead(Head):
 
     def score(self, x_BTE: Float[Array, "B T E"], targets_BT: Int[Array, "B T"],
               ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-        def of_device(mixture_BTP: Array, targets_BT: Array) -> tuple[Array, Array]:
+        def score_local(mixture_BTP: Array, targets_BT: Array) -> tuple[Array, Array]:
             best = lax.map(lambda mixture_P: jnp.argmax(self._logits(mixture_P)),
                            mixture_BTP.reshape(-1, mixture_BTP.shape[2]), batch_size=BLOCK_TOKENS)
             return self._losses(mixture_BTP, targets_BT), best.reshape(targets_BT.shape) == targets_BT
 
-        loss_BT, right_BT = by_tokens(of_device, summed=(False, False))(self._mixtures(x_BTE), targets_BT)
+        loss_BT, right_BT = by_tokens(score_local, summed=(False, False))(self._mixtures(x_BTE), targets_BT)
         return loss_BT, right_BT
 
     def _mixtures(self, x_BTE: Array) -> Array:

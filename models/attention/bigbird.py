@@ -117,9 +117,6 @@ class Attention(SelfAttention):
             keys_twice = 2 * min((7 + self.config.random_blocks) * self.config.block_size, context)
         return 2 * tokens * keys_twice * self.heads * self.head_width
 
-    def state_bytes(self, context: int) -> int:
-        return 2 * 4 * context * self.heads * self.head_width
-
     def past_blocks(self, blocks_BN: Array) -> Array:
         """The blocks that each of these attends to if causal, (B, H, N, J), padded with −1.
 

@@ -23,7 +23,6 @@ from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.parameters import declare
-from support.errors import ConfigError
 from support.ranges import Count
 
 QUERY_BLOCK = 128
@@ -75,9 +74,7 @@ class Attention(SelfAttention):
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
-        if (T := v_BTHD.shape[1]) > self.max_length:
-            raise ConfigError(f"attention mode 'linformer' was given {T} tokens; expected at most model.context, "
-                              f"{self.max_length}")
+        T = v_BTHD.shape[1]
         valid_BT11 = jnp.bool_(True) if segment_ids_BT is None else (segment_ids_BT >= 0)[:, :, None, None]
 
         def project_tokens(matrix: nnx.Param, x_BTHD: Array) -> Array:
@@ -87,9 +84,9 @@ class Attention(SelfAttention):
                                    preferred_element_type=jnp.promote_types(jnp.float32, x_BTHD.dtype))
             return sums_BHKD.astype(x_BTHD.dtype)[:, :, None]
 
-        of_values = self.projection_KS if self.value_projection_KS is None else self.value_projection_KS
+        value_projection = self.projection_KS if self.value_projection_KS is None else self.value_projection_KS
         part = grouped_attention(blocks_of(q_BTHD, min(T, QUERY_BLOCK)), project_tokens(self.projection_KS, k_BTHD),
-                                 project_tokens(of_values, v_BTHD), (), (),
+                                 project_tokens(value_projection, v_BTHD), (), (),
                                  lambda _queries, _keys: jnp.ones((1, 1, 1, 1), bool))
         return jnp.where(valid_BT11, tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), 0)
 

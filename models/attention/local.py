@@ -73,9 +73,6 @@ class Attention(SelfAttention):
         pairs = (whole * size * (size + 1) + rest * (rest + 1)) // 2 if causal else whole * size**2 + rest**2
         return 4 * tokens * pairs * self.heads * self.head_width // context
 
-    def state_bytes(self, context: int) -> int:
-        return 2 * 4 * self.config.block_size * self.heads * self.head_width
-
 
 def _same_block(query_tags: tuple[Array, Array], key_tags: tuple[Array, Array]) -> Array:
     """Tags are positions in the row and block numbers, the latter below 0 without a token."""

@@ -223,9 +223,6 @@ class Attention(SelfAttention):
                  + _pairs(min(context, globals_), globals_))
         return 4 * tokens * pairs * self.heads * self.head_width // context
 
-    def state_bytes(self, context: int) -> int:
-        return 2 * 4 * (self.config.window + 2 * self.config.global_tokens) * self.heads * self.head_width
-
     def _reach(self, causal: bool) -> tuple[int, int]:
         """Numbers of visible tokens before and after a token."""
         return (self.config.window - 1, 0) if causal else (self.config.window // 2,) * 2

@@ -90,7 +90,7 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         del self.key  # keys are normalised queries
         self.query.exact = True
-        self.rotations_DRM = RandomProjection(self._draw(rngs()))
+        self.rotations_DRM = RandomProjection(self._rotations(rngs()))
 
     @property
     def buckets(self) -> int:
@@ -108,7 +108,7 @@ class Attention(SelfAttention):
 
     def resample(self, step: Array, key: Array) -> None:
         """:meth:`RandomProjection.resample` of the rotations; the training step calls it."""
-        self.rotations_DRM.resample(step, self.config.resample_every, lambda: self._draw(key))
+        self.rotations_DRM.resample(step, self.config.resample_every, lambda: self._rotations(key))
 
     @property
     def head_weights(self) -> Sequence[HeadWeights]:
@@ -207,10 +207,7 @@ class Attention(SelfAttention):
         keys = min(2 * self.config.chunk_size, context)
         return tokens * self.heads * self.config.rounds * self.head_width * (4 * keys + sum(self.factors))
 
-    def state_bytes(self, context: int) -> int:
-        return 4 * context * self.heads * (2 * self.head_width + self.config.rounds)
-
-    def _draw(self, key: Array) -> Array:
+    def _rotations(self, key: Array) -> Array:
         return jax.random.normal(key, (self.head_width, self.config.rounds, sum(self.factors) // 2), jnp.float32)
 
     def _hash(self, q_BTHD: Array) -> Array:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -14,6 +15,7 @@ from kernels.projection import project
 from models.attention.layer_options import layer_options
 from models.attention.rotary import rotate
 from models.parameters import Axis, declare, own_parameters
+from support.errors import ConfigError
 
 INITIAL_SCALE = 0.02
 """Standard deviation of GPT-2's initial weights; models rescale them to ``initial_scale``."""
@@ -124,25 +126,22 @@ class SelfAttention(nnx.Module):
                 positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
                 packed: bool = True, lengths_B: Int[Array, " B"] | None = None,
                 ) -> tuple[Float[Array, "B T E"], LayerCache | None]:
-        """Attention over whole sequences or, with a cache, over T more tokens.
+        """The layer's output for x, and the cache with x, or None without a cache.
 
         Args:
-            x_BTE: the tokens.
-            cache: result of :meth:`layer_cache` or an earlier call; None: whole sequences.
-            causal: whether attention is causal; always true with a cache.
-            positions_BT: rotary positions of queries and keys, if any.
-            segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
-            packed: whether rows may have several segments, or padding before a token. False: each row is one segment
-                followed by padding.
+            x_BTE: whole sequences or, with a cache, the next T tokens.
+            cache: result of :meth:`layer_cache` or an earlier call.
+            causal: whether a token sees only itself and earlier tokens; always true with a cache.
+            positions_BT: positions of the tokens, if they are rotary.
+            segment_ids_BT: segment ids of whole sequences, −1 on padding; None: each row is one segment.
+            packed: whether rows may have several segments, or padding before a token.
             lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
-
-        Returns:
-            The result, and the cache with the new tokens, or None.
 
         Raises:
             NotImplementedError: the mode does not support the mask, a cache, or packed rows.
+            ConfigError: the sequence is longer than the mode's parameters.
         """
-        self.check_mask(causal, several_segments=packed and segment_ids_BT is not None)
+        self.check_inputs(x_BTE, causal, several_segments=packed and segment_ids_BT is not None)
         (q_BTHD, k_BTHD, v_BTHD), history = self.heads_of(x_BTE, cache, segment_ids_BT, lengths_B)
         positions_BT = positions_BT if self.rotary else None
         if positions_BT is not None:
@@ -153,8 +152,11 @@ class SelfAttention(nnx.Module):
         y_BTE = self.output(self.gated(y_BTHD, x_BTE))
         return y_BTE, None if history is None else LayerCache(state, history)
 
-    def check_mask(self, causal: bool, *, several_segments: bool) -> None:
-        """Raises :class:`NotImplementedError` for a mask that the mode does not support."""
+    def check_inputs(self, x_BTE: Array, causal: bool, *, several_segments: bool) -> None:
+        """Raises the errors of :meth:`forward`."""
+        if self.fixed_length and x_BTE.shape[1] > self.max_length:
+            raise ConfigError(f"attention mode {self.name!r} was given {x_BTE.shape[1]} tokens; expected at most "
+                              f"model.context, {self.max_length}")
         if not (self.causal if causal else self.bidirectional):
             raise NotImplementedError(f"attention mode {self.name!r} "
                                       + ("is bidirectional and cannot be causal" if causal else
@@ -214,9 +216,9 @@ class SelfAttention(nnx.Module):
         raise NotImplementedError(f"{self.name} defines no flops")
 
     def state_bytes(self, context: int) -> int:
-        """Size of the decode state per sequence after ``context`` tokens, in bytes at float32."""
-        missing = "has no cached decode" if self.decode_state == "none" else "does not define state_bytes"
-        raise NotImplementedError(f"attention mode {self.name!r} {missing}")
+        """Size of the decode state per sequence of at most ``context`` tokens, in bytes at float32, without counts."""
+        cache = jax.eval_shape(lambda: self.init_cache(1, context, jnp.float32))
+        return sum(4 * x.size for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating))
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
         """Name of the form that computes :meth:`mix` on this device, for reports; None if there is only one.

@@ -32,7 +32,6 @@ from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
 from kernels.segments import HIDDEN
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention
-from support.errors import ConfigError
 from support.ranges import Count, Positive
 
 LEAST_WEIGHT = 1e-6
@@ -73,9 +72,6 @@ class Attention(SelfAttention):
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         (B, T, H, _), size = v_BTHD.shape, self.config.block_size
-        if v_BTHD.shape[1] > self.max_length:
-            raise ConfigError(f"attention mode 'sinkhorn' was given {T} tokens; expected at most model.context, "
-                              f"{self.max_length}")
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
         valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else segment_ids_BT >= 0
         valid_BT11 = valid_BT[:, :, None, None]

@@ -79,8 +79,8 @@ class Attention(SelfAttention):
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         # Two products, half of each if causal.
-        of_gate = 0 if self.forget is None else self.forget.flops(tokens)
-        return (2 if causal else 4) * tokens * context * self.heads * self.head_width + of_gate
+        gate = 0 if self.forget is None else self.forget.flops(tokens)
+        return (2 if causal else 4) * tokens * context * self.heads * self.head_width + gate
 
     def state_bytes(self, context: int) -> int:
         return 4 * context * self.heads * (2 * self.head_width + (self.forget is not None))

@@ -128,9 +128,6 @@ class Attention(SelfAttention):
         # Two products, half of each if causal.
         return (2 if causal else 4) * tokens * keys * self.heads * self.head_width
 
-    def state_bytes(self, context: int) -> int:
-        return 2 * 4 * (self.config.block_size + self._summaries_of(context)) * self.heads * self.head_width
-
     def _summaries_of(self, tokens: int) -> int:
         """Number of summary columns of a number of tokens, with the last block counted as full."""
         return -(-tokens // self.config.block_size) * (self.config.summary + 1)

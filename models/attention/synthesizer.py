@@ -32,7 +32,6 @@ from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.parameters import Axis, declare
-from support.errors import ConfigError
 from support.ranges import Count
 
 Kind = Literal["random", "factorised", "dense"]
@@ -96,9 +95,7 @@ class Attention(SelfAttention):
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
-        if (T := v_BTHD.shape[1]) > self.max_length:
-            raise ConfigError(f"attention mode 'synthesizer' was given {T} tokens; expected at most model.context, "
-                              f"{self.max_length}")
+        T = v_BTHD.shape[1]
         seen_BTS = jnp.ones((1, T, T), bool)
         if causal:
             seen_BTS = jnp.tril(seen_BTS)
@@ -128,9 +125,6 @@ class Attention(SelfAttention):
         scores = {"random": 0, "factorised": self.config.k, "dense": self.head_width}[self.config.kind]
         # Half of each product if causal.
         return (1 if causal else 2) * tokens * context * self.heads * (self.head_width + scores)
-
-    def state_bytes(self, context: int) -> int:
-        return 4 * context * self.heads * self.head_width
 
     def _scores(self, hidden_BTHD: Array, rows_BT: Array | None, columns_BS: Array | None, count: int) -> Array:
         """R at the given rows and columns, (B or 1, H, T, S); None: the first ``count``."""

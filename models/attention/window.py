@@ -61,8 +61,5 @@ class Attention(SelfAttention):
         pairs = W * context - W * (W - 1) // 2
         return 4 * tokens * pairs * self.heads * self.head_width // context
 
-    def state_bytes(self, context: int) -> int:
-        return 2 * 4 * self.config.window * self.heads * self.head_width
-
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
         return self.config.form or pick_implementation(dtype, self.head_width, segments=segments)
