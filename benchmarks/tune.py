@@ -27,8 +27,8 @@ from kernels import device
 from kernels.cases import find_cases
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
 from kernels.linear_attention.cases import LinearAttentionCase
-from kernels.linear_attention.state import zero_state
 from kernels.linear_attention.tuning import Tiles
+from kernels.state import zero_state
 from support.command import status
 from support.errors import ConfigError
 from support.files import write_json

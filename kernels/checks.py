@@ -8,25 +8,12 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 
-def check_heads(**arrays: Array) -> None:
-    """Checks arrays of heads, whose names end with the letters of their dimensions.
-
-    Raises:
-        ValueError: not four dimensions.
-        TypeError: not floating point.
-    """
-    for name, x in arrays.items():
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}; expected four dimensions, {', '.join(name[-4:])}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} is {x.dtype}; expected floating point")
-
-
-def check_shapes(expected: Mapping[str, tuple[Array, tuple[int, ...]]], source: str, shape: tuple[int, ...]) -> None:
+def check_shapes(expected: Mapping[str, tuple[Array | None, tuple[int, ...]]], source: str,
+                 shape: tuple[int, ...]) -> None:
     """Checks shapes that follow from that of another array.
 
     Args:
-        expected: array and shape by name.
+        expected: array, or None, and shape by name.
         source: the name of the other array.
         shape: its shape.
 
@@ -34,29 +21,49 @@ def check_shapes(expected: Mapping[str, tuple[Array, tuple[int, ...]]], source: 
         ValueError: one differs.
     """
     for name, (x, wanted) in expected.items():
-        if x.shape != wanted:
+        if x is not None and x.shape != wanted:
             raise ValueError(f"{name} has shape {x.shape}; expected {wanted}, from {source} of shape {shape}")
 
 
-def check_sizes(**sizes: int) -> None:
-    """Checks sizes, by their letters.
+def check_sequence(heads: Mapping[str, Array], others: Mapping[str, tuple[Array | None, str]],
+                   segment_ids_BT: Array | None, log_decay_BTH: Array | None, chunk_size: int | None,
+                   sizes: Mapping[str, int]) -> None:
+    """Checks the inputs of an attention to a whole sequence.
+
+    Args:
+        heads: queries, keys and values, whose names end with the letters of their dimensions.
+        others: other arrays, or None, and the letters of their dimensions.
+        segment_ids_BT: None, or integers for each token.
+        log_decay_BTH: None, or at most 0 for each token and head.
+        chunk_size: None, or at least 1.
+        sizes: by letter, those that are not sizes of heads.
 
     Raises:
-        ValueError: one is 0.
+        ValueError: a shape or a value is wrong.
+        TypeError: a dtype is wrong.
     """
+    sizes = dict(sizes)
+    for name, x in heads.items():
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}; expected four dimensions, {', '.join(name[-4:])}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is {x.dtype}; expected floating point")
+        sizes = dict(zip(name[-4:], x.shape, strict=True)) | sizes
+    source, shape = next((name, x.shape) for name, x in heads.items())
+    letters = {name: (x, name[-4:]) for name, x in heads.items()} | dict(others)
+    check_shapes({name: (x, tuple(sizes[letter] for letter in letters)) for name, (x, letters) in letters.items()},
+                 source, shape)
+    for name, (x, _) in others.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is {x.dtype}; expected floating point")
     letter = min(sizes, key=lambda letter: sizes[letter])
     if sizes[letter] < 1:
         raise ValueError(f"{letter} must be at least 1")
-
-
-def check_chunk_size(chunk_size: int | None) -> None:
-    """Checks a chunk length, which may be None.
-
-    Raises:
-        ValueError: not an integer of at least 1.
-    """
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size}: expected a whole number of at least 1")
+    check_segments(segment_ids_BT, source, shape)
+    if log_decay_BTH is not None:
+        check_log_decay(log_decay_BTH, source, shape)
 
 
 def check_segments(segment_ids_BT: Array | None, source: str, shape: tuple[int, ...]) -> None:

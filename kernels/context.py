@@ -1,6 +1,6 @@
 """Sequences that are split over devices, in the order of the devices of the mesh axis ``context``.
 
-An op with a state of constant size folds the tokens of a device into what they do to the state, its share. The shares
+An op with a state of constant size folds the tokens of a device into what they do to the state, its update. The updates
 are exchanged once, and each device applies those before its own to the initial state: the traffic does not grow with
 the context. An op that sees a few tokens back takes these from the devices before.
 """
@@ -28,20 +28,22 @@ def devices_of(tokens: int) -> int:
     return devices if tokens % devices == 0 else 1
 
 
-def over_context(compute: Callable[..., tuple[Array, Any]], share_of: Callable[..., Any],
-                 after: Callable[[Any, Any], Any], inputs: Sequence[Array | None], initial: Any,
+def over_context(compute: Callable[..., tuple[Array, Any]], update_of: Callable[..., Any],
+                 apply: Callable[[Any, Any], Any], inputs: Sequence[Array | None], initial: Any,
                  runs_BT: Array | None) -> tuple[Array, Any]:
-    """A causal op with each device computing its own tokens: y and the final state.
+    """A causal op: y and the final state. Of several devices, each computes its own tokens.
 
     Args:
         compute: ``compute(*inputs, initial, runs_BT)``: y_BTHD and the final state.
-        share_of: ``share_of(*inputs, runs_BT)``: what the tokens do to the state, a pytree of arrays (B, H, …).
-        after: ``after(share, state)``: the state after these tokens.
+        update_of: ``update_of(*inputs, runs_BT)``: what the tokens do to the state, a pytree of arrays (B, H, …).
+        apply: ``apply(update, state)``: the state after these tokens.
         inputs: arrays (B, T, H, …), or None; the first is one.
         initial: the state before the first token, a pytree of arrays (B, H, …).
         runs_BT: runs of the tokens; None: each row is one run. A state belongs to the run that goes on.
     """
     assert inputs[0] is not None
+    if devices_of(inputs[0].shape[1]) == 1:
+        return compute(*inputs, initial, runs_BT)
     rows, heads = split_of_heads(inputs[0].shape[0], inputs[0].shape[2])
     incoming_BT = None
     if runs_BT is not None:  # the run that the state before each token belongs to
@@ -51,10 +53,10 @@ def over_context(compute: Callable[..., tuple[Array, Any]], share_of: Callable[.
     def local(inputs, initial, runs_BT, incoming_BT):
         if runs_BT is not None:  # numbered from the run that goes on here
             runs_BT = jnp.where(runs_BT < 0, -1, runs_BT - incoming_BT[:, :1])
-        shares = lax.all_gather(share_of(*inputs, runs_BT), CONTEXT_AXIS)
+        updates = lax.all_gather(update_of(*inputs, runs_BT), CONTEXT_AXIS)
         mine, final = lax.axis_index(CONTEXT_AXIS), initial
         for n in range(lax.axis_size(CONTEXT_AXIS)):
-            final = after(jax.tree.map(lambda x, n=n: x[n], shares), final)
+            final = apply(jax.tree.map(lambda x, n=n: x[n], updates), final)
             initial = jax.tree.map(lambda x, y, n=n: jnp.where(n < mine, y, x), initial, final)
         return compute(*inputs, initial, runs_BT)[0], final
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ..gpu import triton
+from ..dispatch import Call, refuses_heads
 from ..linear_attention.gpu_launch import Block, Grid, links_of, split_chunks
 from ..linear_attention.gpu_parts import SLAB, Cut, Links
 from ..linear_attention.pallas_gpu import block_width
@@ -27,18 +27,11 @@ WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
 """Greatest M and D by dtype; wider heads spill registers."""
 
 
-def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None) -> str | None:
+def refuses(call: Call) -> str | None:
     """Why these kernels do not support a call; None if they do."""
-    if triton.MISSING is not None:
-        return triton.MISSING
-    for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
-        if x.dtype.name not in WIDEST:
-            return f"{name} is {x.dtype}; it supports {', '.join(WIDEST)}"
-        if x.shape[3] > WIDEST[x.dtype.name]:
-            return f"{name} has width {x.shape[3]}; in {x.dtype} it supports widths of 1 to {WIDEST[x.dtype.name]}"
-    if chunk_size not in (None, CHUNK):
-        return f"chunk_size={chunk_size}; it supports {CHUNK}"
-    return None
+    if call.chunk_size not in (None, CHUNK):
+        return f"chunk_size={call.chunk_size}; it supports {CHUNK}"
+    return refuses_heads(call, WIDEST, "in this dtype ")
 
 
 def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,

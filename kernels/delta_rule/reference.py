@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-EXACT = lax.Precision.HIGHEST
-"""Precision of products with the state. By default a GPU rounds float32 to TF32, which has ten bits."""
+from ..state import EXACT
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from ..decay import sums_after, sums_between, sums_through
 from ..segments import visible
-from .state import State, divide, final_state, from_initial
+from ..state import State, divide, final_state, from_initial
 from .tuning import ChunkSizes
 
 

@@ -23,7 +23,7 @@ from ..chunks import Chunks, join, only, rows, split
 from ..decay import Decays
 from ..remat import kept
 from ..segments import visible
-from .state import (
+from ..state import (
     EPSILON,
     EXACT,
     State,

@@ -4,32 +4,28 @@ Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..gpu import triton
+from ..dispatch import Call
 from ..recurrent_step import Input, as_given, recurrent_step
 from ..recurrent_step.decode import MOST_FEATURES
-from .state import EPSILON, State, advance, sum_dtype
+from ..state import EPSILON, State, advance, sum_dtype
 
 
-def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
-            segments: bool = False, log_decay: bool = False) -> str | None:
-    """Why :func:`decode_step` does not support a call; None if it does."""
-    del chunk_size, log_decay
-    if triton.MISSING is not None:
-        return triton.MISSING
-    _, T, _, M = q_BTHM.shape
-    if T != 1 or not causal:
-        return f"it supports one token after an initial state, not {T}" if T != 1 else "it supports only causal=True"
-    if segments:
+def refuses(call: Call) -> str | None:
+    """Why the kernel does not support a call; None if it does."""
+    if call.tokens != 1:
+        return f"it supports one token after an initial state, not {call.tokens}"
+    if not call.causal:
+        return "it supports only causal=True"
+    if call.segments:
         return "it does not support segments"
+    M, dtype = call.heads["q_BTHM"].shape[3], sum_dtype(*call.heads.values())
     if M > MOST_FEATURES:
         return f"q_BTHM has width {M}; it supports widths up to {MOST_FEATURES}"
-    dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
     return None if dtype == jnp.float32 else f"states of these inputs are {dtype}; it supports float32"
 
 

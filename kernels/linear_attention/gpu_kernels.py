@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ..state import EPSILON
 from .gpu_parts import (
     Before,
     Chunk,
@@ -47,7 +48,6 @@ from .gpu_parts import (
     sums_before,
     zero_sums,
 )
-from .state import EPSILON
 
 
 class DecayWrites(NamedTuple):

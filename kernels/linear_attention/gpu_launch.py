@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 
 from .. import device
 from ..gpu import triton
+from ..state import State
 from .gpu_kernels import DecayWrites
 from .gpu_parts import LEAST, STEP, Before, Cut, Decay, Links, Sums
-from .state import State
 
 
 class Block(NamedTuple):

@@ -28,18 +28,18 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from .. import device
-from ..gpu import triton
+from ..dispatch import Call, refuses_heads
 from ..partition import by_batch_and_heads
 from ..remat import kept
+from ..state import EPSILON, State
 from . import gpu_kernels
 from .gpu_kernels import DecayWrites
 from .gpu_launch import Grid, links_of, split_chunks
 from .gpu_parts import Cut, Links, Sums, operand_dtype
-from .state import EPSILON, State
 from .tuning import ChunkSizes, Plan, plan, plan_with_decay, tiles_with_decay
 
-WIDTHS = (1, 256)
-"""Least and greatest M and D."""
+WIDEST = 256
+"""Greatest M and D."""
 WIDEST_WITH_DECAY = 128
 """Wider heads with a decay spill registers."""
 CHUNKS = (16, 32, 64, 128)
@@ -88,27 +88,22 @@ class Planner(NamedTuple):
         return plan(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
 
 
-def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
-            segments: bool = False, log_decay: bool = False) -> str | None:
+def refuses(call: Call) -> str | None:
     """Why these kernels do not support a call; None if they do."""
-    if triton.MISSING is not None:
-        return triton.MISSING
-    if not causal:
+    if not call.causal:
         return "it supports only causal=True; for causal=False choose implementation='chunked'"
-    for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
-        if x.dtype.name not in DTYPES:
-            return f"{name} is {x.dtype}; it supports {', '.join(DTYPES)}"
-        widest = WIDEST_WITH_DECAY if log_decay else WIDTHS[1]
-        if not WIDTHS[0] <= x.shape[3] <= widest:
-            return (f"{name} has width {x.shape[3]}; {'with a decay ' if log_decay else ''}it supports widths of "
-                    f"{WIDTHS[0]} to {widest}")
+    refusal = refuses_heads(call, dict.fromkeys(DTYPES, WIDEST_WITH_DECAY if call.log_decay else WIDEST),
+                            "with a decay " if call.log_decay else "")
+    if refusal is not None:
+        return refusal
     # Longer chunks spill registers.
-    operand = operand_dtype(q_BTHM, k_BTHM, v_BTHD)
-    most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand != jnp.bfloat16 else CHUNKS[-1]
-    if log_decay:
-        most = min(tiles.chunk for tiles in tiles_with_decay(q_BTHM.shape[3], v_BTHD.shape[3], operand))
-    if chunk_size is not None and (chunk_size not in CHUNKS or chunk_size > most):
-        return (f"chunk_size={chunk_size}; for these widths and dtypes it supports "
+    operand = operand_dtype(*call.heads.values())
+    M, D = call.heads["q_BTHM"].shape[3], call.heads["v_BTHD"].shape[3]
+    most = 64 if max(M, D) > 128 or operand != jnp.bfloat16 else CHUNKS[-1]
+    if call.log_decay:
+        most = min(tiles.chunk for tiles in tiles_with_decay(M, D, operand))
+    if call.chunk_size is not None and (call.chunk_size not in CHUNKS or call.chunk_size > most):
+        return (f"chunk_size={call.chunk_size}; for these widths and dtypes it supports "
                 f"{', '.join(str(C) for C in CHUNKS if most >= C)}")
     return None
 

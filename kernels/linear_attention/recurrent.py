@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .state import EXACT, State, advance, decayed, divide, final_state
+from ..state import EXACT, State, advance, decayed, divide, final_state
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

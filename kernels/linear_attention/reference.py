@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from ..decay import sums_after
 from ..segments import visible
-from .state import State, divide, final_state, from_initial
+from ..state import State, divide, final_state, from_initial
 
 
 def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

@@ -1,26 +1,24 @@
 """``power_attention``: the one entry to every form, with the checks on what goes in."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .. import checks, decay
 from ..context import devices_of, over_context
-from ..linear_attention.state import Share, State, sum_dtype, zero_state
-from ..segments import runs_of
+from ..dispatch import Dispatcher, Implementation, hide_padding
+from ..state import State, StateUpdate, arrays_of, sum_dtype, zero_state
 from .chunked import chunked, final_state, pick_chunk_size
 from .features import MOST_FEATURES, count_features
 from .reference import materialised, recurrent
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
-    "reference": materialised,
-    "recurrent": recurrent,
-    "chunked": chunked,
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(materialised),
+    "recurrent": Implementation(recurrent),
+    "chunked": Implementation(chunked),
 }
 """Every form by name. ``reference`` is the definition, written out. ``recurrent`` computes all weights from features,
 and has no digit right of a sum of weights below 1e-7 Σ |q|² |k|² / D, at degree 2."""
+_DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("chunked",))
 
 
 def power_attention(
@@ -63,41 +61,31 @@ def power_attention(
             above 0, or no implementation of that name.
         TypeError: arrays that are not floating point, segment ids that are not whole numbers.
     """
-    _check(q_BTHD, k_BTHD, v_BTHD, degree, normalize, initial_state, chunk_size)
+    features, dtype = _check_degree(degree, normalize, q_BTHD.shape[-1]), sum_dtype(q_BTHD, k_BTHD, v_BTHD)
+    name, form, runs_BT, log_decay_BTH = _DISPATCHER.start(
+        implementation, dtype, {"q_BTHD": q_BTHD, "k_BTHD": k_BTHD, "v_BTHD": v_BTHD}, arrays_of(initial_state),
+        segment_ids_BT=segment_ids_BT, log_decay_BTH=log_decay_BTH, chunk_size=chunk_size, M=features)
     B, T, H, D = q_BTHD.shape
-    checks.check_segments(segment_ids_BT, "q_BTHD", q_BTHD.shape)
-    dtype = sum_dtype(q_BTHD, k_BTHD, v_BTHD)
-    runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    if log_decay_BTH is not None:
-        checks.check_log_decay(log_decay_BTH, "q_BTHD", q_BTHD.shape)
-        log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
-    name = pick_implementation() if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    features = count_features(D, degree)
     state = None if initial_state is None else State(*(x.astype(dtype) for x in initial_state))
+    if state is None and (name != "chunked" or devices_of(T) > 1):
+        state = zero_state(B, H, features, D, dtype)
 
     def compute(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None, state: State | None,
                 runs_BT: Array | None) -> tuple[Array, State]:
         options: dict[str, Any] = {"degree": degree, "normalize": normalize}
         if name == "chunked":
             options |= {"chunk_size": pick_chunk_size(q_BTHD.shape[1], chunk_size), "features": features}
-        elif state is None:
-            state = zero_state(B, H, features, D, dtype)
-        return IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, state, runs_BT, log_decay_BTH, **options)
+        return form(q_BTHD, k_BTHD, v_BTHD, state, runs_BT, log_decay_BTH, **options)
 
-    def share_of(_: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None, runs_BT: Array | None) -> Share:
+    def update_of(_: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None,
+                  runs_BT: Array | None) -> StateUpdate:
         own = final_state(k_BTHD, v_BTHD, runs_BT, log_decay_BTH, degree=degree, features=features,
                           chunk_size=pick_chunk_size(k_BTHD.shape[1], chunk_size))
-        return Share.of(own, runs_BT, log_decay_BTH)
+        return StateUpdate.of(own, runs_BT, log_decay_BTH)
 
-    inputs = q_BTHD, k_BTHD, v_BTHD, log_decay_BTH
-    if devices_of(T) == 1:
-        y_BTHD, end = compute(*inputs, state, runs_BT)
-    else:
-        before = zero_state(B, H, features, D, dtype) if state is None else state
-        y_BTHD, end = over_context(compute, share_of, Share.after, inputs, before, runs_BT)
-    return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0), end
+    y_BTHD, end = over_context(compute, update_of, StateUpdate.apply, (q_BTHD, k_BTHD, v_BTHD, log_decay_BTH), state,
+                               runs_BT)
+    return hide_padding(y_BTHD, runs_BT), end
 
 
 def pick_implementation() -> str:
@@ -105,10 +93,8 @@ def pick_implementation() -> str:
     return "chunked"
 
 
-def _check(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, degree: int, normalize: bool, state: State | None,
-           chunk_size: int | None) -> None:
-    checks.check_heads(q_BTHD=q_BTHD, k_BTHD=k_BTHD, v_BTHD=v_BTHD)
-    B, T, H, D = q_BTHD.shape
+def _check_degree(degree: int, normalize: bool, D: int) -> int:
+    """The number of features."""
     if degree < 1:
         raise ValueError(f"degree={degree}: expected at least 1")
     if degree % 2 and normalize:
@@ -118,11 +104,4 @@ def _check(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, degree: int, normalize: 
     if features > MOST_FEATURES:
         raise ValueError(f"degree={degree}: heads of width {D} have {features:,} features; expected at most "
                          f"{MOST_FEATURES:,}")
-    expected: dict[str, tuple[Array, tuple[int, ...]]] = {
-        "k_BTHD": (k_BTHD, q_BTHD.shape), "v_BTHD": (v_BTHD, q_BTHD.shape)}
-    if state is not None:
-        expected["initial_state.s_BHMD"] = (state.s_BHMD, (B, H, features, D))
-        expected["initial_state.z_BHM"] = (state.z_BHM, (B, H, features))
-    checks.check_shapes(expected, "q_BTHD", q_BTHD.shape)
-    checks.check_sizes(B=B, T=T, H=H, D=D)
-    checks.check_chunk_size(chunk_size)
+    return features

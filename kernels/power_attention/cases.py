@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
-from ..linear_attention.state import State
+from ..state import State
 from .api import pick_implementation, power_attention
 from .features import count_features, feature_factors
 

@@ -17,9 +17,9 @@ from jax import Array, lax
 from .. import device, mixed_precision
 from ..chunks import Chunks, join, only, rows, split
 from ..decay import sums_after, sums_through
-from ..linear_attention.state import State, divide, sum_dtype
 from ..remat import kept
 from ..softmax_attention.blockwise import with_ones
+from ..state import State, divide, sum_dtype
 from .blockwise import weighted_sums
 from .features import expand
 from .reference import scaled

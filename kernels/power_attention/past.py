@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from .. import decay
 from ..decay import sums_after
-from ..linear_attention.state import EXACT, Share, State, divide, zero_state
 from ..segments import rows_at, segment_of_new
+from ..state import EXACT, State, StateUpdate, divide, zero_state
 from .api import power_attention
 from .chunked import final_state, pick_chunk_size
 from .features import count_features, expand
@@ -127,4 +127,4 @@ def _settled(state: State, k_BNHD: Array, v_BNHD: Array, log_decay_BNH: Array | 
     stays_BN = (number_BN >= 0) & ~enters_BN
     kept_BS = jnp.argsort(~stays_BN, axis=1, stable=True)[:, :ROOM]
     k_BSHD, v_BSHD, log_decay_BSH = jax.tree.map(lambda x: rows_at(x, kept_BS), (k_BNHD, v_BNHD, log_decay_BNH))
-    return Past(Share.of(own, runs_BN, log_decay).after(state), k_BSHD, v_BSHD, log_decay_BSH, count_B - folded_B)
+    return Past(StateUpdate.of(own, runs_BN, log_decay).apply(state), k_BSHD, v_BSHD, log_decay_BSH, count_B - folded_B)

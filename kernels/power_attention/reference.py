@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..linear_attention.recurrent import recurrent as linear_recurrent
-from ..linear_attention.state import State, divide, final_state, from_initial
 from ..segments import visible
+from ..state import State, divide, final_state, from_initial
 from .features import expand
 
 

@@ -1,31 +1,32 @@
 """Softmax attention of whole sequences, and of new tokens to a cache: checks, and the choice of implementation."""
 
-from collections.abc import Callable
-
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .. import checks, decay
 from ..context import devices_of, over_windows
-from ..gpu import has_kernel
+from ..dispatch import Call, Dispatcher, Implementation, hide_padding
 from ..partition import by_batch_and_heads
-from ..segments import runs_of
 from . import cached, cudnn, decode
 from .blockwise import blockwise
 from .reference import cached_reference, materialised
 
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
-    "materialised": materialised,
-    "blockwise": blockwise,
-    "cudnn": cudnn.cudnn,
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "materialised": Implementation(materialised),
+    "blockwise": Implementation(blockwise),
+    "cudnn": Implementation(cudnn.cudnn, cudnn.refuses),
 }
-"""For whole sequences, by name. ``materialised`` is the definition."""
-CACHED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
-    "reference": cached_reference,
-    "blockwise": cached.cached_blockwise,
-    "decode": decode.softmax_decode,
+"""For whole sequences, by name. ``materialised`` is the definition. Each computes
+(q, k, v, runs_BT, causal, window, log_decay_BTH)."""
+CACHED_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(cached_reference),
+    "blockwise": Implementation(cached.cached_blockwise),
+    "decode": Implementation(decode.softmax_decode, decode.refuses, is_kernel=True),
 }
 """For new tokens to a cache, by name."""
+_DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "blockwise"))
+_CACHED_DISPATCHER = Dispatcher(CACHED_IMPLEMENTATIONS, lambda call: ("decode", "blockwise"))
 
 
 def softmax_attention(
@@ -63,45 +64,32 @@ def softmax_attention(
         NotImplementedError: a window or a decay without a causal mask, or a call that the named implementation does not
             support.
     """
-    checks.check_shapes({"k_BTHD": (k_BTHD, q_BTHD.shape), "v_BTHD": (v_BTHD, q_BTHD.shape)}, "q_BTHD", q_BTHD.shape)
-    checks.check_segments(segment_ids_BT, "q_BTHD", q_BTHD.shape)
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected at least 1")
     for name, x in (("window", window), ("log_decay_BTH", log_decay_BTH)):
         if x is not None and not causal:
             raise NotImplementedError(f"{name} requires causal=True")
-    if log_decay_BTH is not None:
-        checks.check_log_decay(log_decay_BTH, "q_BTHD", q_BTHD.shape)
-    segments, log_decay = segment_ids_BT is not None, log_decay_BTH is not None
-    name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segments, log_decay=log_decay)
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    if name == "cudnn":
-        refusal = cudnn.refuses(q_BTHD.dtype, q_BTHD.shape[3], segments, log_decay)
-        if refusal is not None:
-            raise NotImplementedError(f"implementation='cudnn': {refusal}")
-    runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    if log_decay_BTH is not None:
-        dtype = jnp.promote_types(jnp.float32, q_BTHD.dtype)
-        log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
+    chosen = _DISPATCHER.start(
+        implementation, jnp.promote_types(jnp.float32, q_BTHD.dtype),
+        {"q_BTHD": q_BTHD, "k_BTHD": k_BTHD, "v_BTHD": v_BTHD}, causal=causal, segment_ids_BT=segment_ids_BT,
+        log_decay_BTH=log_decay_BTH)
 
     def compute(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None,
                 runs_BT: Array | None) -> tuple[Array]:
-        if name == "cudnn":
-            return (cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal, window),)
-        return (IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH),)
+        return (chosen.compute(q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH),)
 
-    inputs = q_BTHD, k_BTHD, v_BTHD, log_decay_BTH
+    inputs = q_BTHD, k_BTHD, v_BTHD, chosen.log_decay_BTH
     if window is not None and window <= q_BTHD.shape[1] and devices_of(q_BTHD.shape[1]) > 1:
-        y_BTHD = over_windows(lambda *arguments: compute(*arguments)[0], inputs, runs_BT, window - 1)
+        y_BTHD = over_windows(lambda *arguments: compute(*arguments)[0], inputs, chosen.runs_BT, window - 1)
     else:
-        y_BTHD, = by_batch_and_heads(compute, ["bthd", "bthd", "bthd", "bth", "bt"], ["bthd"])(*inputs, runs_BT)
-    return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
+        y_BTHD, = by_batch_and_heads(compute, ["bthd", "bthd", "bthd", "bth", "bt"], ["bthd"])(*inputs, chosen.runs_BT)
+    return hide_padding(y_BTHD, chosen.runs_BT)
 
 
 def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False, log_decay: bool = False) -> str:
     """The implementation that None stands for in :func:`softmax_attention`, on the device that is traced for."""
-    return "cudnn" if cudnn.refuses(dtype, head_width, segments, log_decay) is None else "blockwise"
+    heads = {"q_BTHD": jax.ShapeDtypeStruct((1, 1, 1, head_width), dtype)}
+    return _DISPATCHER.pick(Call(heads, segments=segments, log_decay=log_decay))
 
 
 def cached_attention(
@@ -138,11 +126,7 @@ def cached_attention(
     checks.check_shapes(expected, "q_BTHD", q_BTHD.shape)
     if S > cached.CACHE_BLOCK and S % cached.CACHE_BLOCK:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {cached.CACHE_BLOCK}")
-    refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD, log_decay=log_decay_BHS is not None)
-    name = implementation or ("decode" if has_kernel() and refusal is None else "blockwise")
-    if name not in CACHED_IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: expected one of {', '.join(CACHED_IMPLEMENTATIONS)}")
-    if name == "decode" and refusal is not None:
-        raise NotImplementedError(f"implementation='decode': {refusal}")
-    extras = {} if log_decay_BHS is None else {"log_decay_BHS": jnp.maximum(log_decay_BHS, decay.LEAST)}
-    return CACHED_IMPLEMENTATIONS[name](q_BTHD, k_BHSD, v_BHSD, position_B, **extras)
+    name = _CACHED_DISPATCHER.choose(Call({"q_BTHD": q_BTHD, "k_BHSD": k_BHSD, "v_BHSD": v_BHSD},
+                                          log_decay=log_decay_BHS is not None), implementation)
+    decays = {} if log_decay_BHS is None else {"log_decay_BHS": jnp.maximum(log_decay_BHS, decay.LEAST)}
+    return CACHED_IMPLEMENTATIONS[name].compute(q_BTHD, k_BHSD, v_BHSD, position_B, **decays)

@@ -24,12 +24,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
 from .. import device
+from ..dispatch import Call, refuses_heads
 from ..gpu import triton
 from ..segments import HIDDEN
 
-DTYPES = ("float32", "bfloat16", "float16")
-WIDTHS = (1, 256)
-"""Least and greatest D."""
+WIDEST: dict[str, int] = dict.fromkeys(("float32", "bfloat16", "float16"), 256)
+"""Greatest D by dtype."""
 WARPS = 4
 BLOCK_BYTES = 8192
 """Bytes of keys in flight per program, and as many of values: 64 of each per thread."""
@@ -59,13 +59,7 @@ def softmax_decode(
         v_BHSD: values.
         position_B: position of each row's query; beyond S − 1 it sees the whole cache.
         splits: programs that share the keys of a head, a power of two; None picks by B·H, S and the device.
-
-    Raises:
-        NotImplementedError: the kernels do not support the call.
     """
-    refusal = refuses(q_BTHD, k_BHSD, v_BHSD, splits=splits)
-    if refusal is not None:
-        raise NotImplementedError(f"softmax_decode: {refusal}")
     B, H, S, D = k_BHSD.shape
     width = pl.next_power_of_2(D)
     block = BLOCK_BYTES // (width * k_BHSD.dtype.itemsize)
@@ -101,23 +95,13 @@ def softmax_decode(
     return y_BTHD[..., :D]
 
 
-def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None,
-            log_decay: bool = False) -> str | None:
+def refuses(call: Call) -> str | None:
     """Why these kernels do not support a call; None if they do."""
-    if triton.MISSING is not None:
-        return triton.MISSING
-    if log_decay:
+    if call.log_decay:
         return "it does not support log decays"
-    if q_BTHD.shape[1] != 1:
-        return f"q_BTHD has {q_BTHD.shape[1]} tokens; it supports one"
-    for name, x in (("q_BTHD", q_BTHD), ("k_BHSD", k_BHSD), ("v_BHSD", v_BHSD)):
-        if x.dtype.name not in DTYPES:
-            return f"{name} is {x.dtype}; it supports {', '.join(DTYPES)}"
-        if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
-            return f"{name} has width {x.shape[3]}; it supports widths of {WIDTHS[0]} to {WIDTHS[1]}"
-    if splits is not None and (splits < 1 or splits & (splits - 1)):
-        return f"splits={splits}; it supports powers of two"
-    return None
+    if call.tokens != 1:
+        return f"q_BTHD has {call.tokens} tokens; it supports one"
+    return refuses_heads(call, WIDEST)
 
 
 def pick_splits(heads: int, blocks: int) -> int:

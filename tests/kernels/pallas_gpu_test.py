@@ -21,8 +21,8 @@ from kernels.cases import REFERENCE, error_of
 from kernels.linear_attention import State, linear_attention, pick_implementation, tuning
 from kernels.linear_attention.cases import KERNEL_TOLERANCES, PARALLEL, SCHEDULES, SERIAL, LinearAttentionCase
 from kernels.linear_attention.pallas_gpu import pallas_gpu
-from kernels.linear_attention.state import EPSILON
 from kernels.segments import runs_of
+from kernels.state import EPSILON
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from kernels import device
 from kernels.cases import find_cases
 from kernels.linear_attention import linear_attention, tuning
 from kernels.linear_attention.cases import LinearAttentionCase
-from kernels.linear_attention.pallas_gpu import CHUNKS, WIDTHS, block_width
+from kernels.linear_attention.pallas_gpu import CHUNKS, WIDEST, block_width
 from kernels.linear_attention.tuning import LONG, Plan, Row, Tiles, kernel_chunk_sizes, plan, row_for, rows
 
 POWERS = (16, 32, 64, 128, 256)
@@ -67,7 +67,7 @@ def test_every_device_has_legal_defaults(dtype):
             assert row[:5] == ("a GPU of next year", M, D, dtype, "short" if tokens < LONG else "long")
             assert row.measured is None
             assert_legal(row)
-    assert POWERS[-1] == WIDTHS[1]
+    assert POWERS[-1] == WIDEST
 
 
 def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path):

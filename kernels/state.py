@@ -1,4 +1,4 @@
-"""The state of linear attention, its dtype, and how it enters and leaves a sequence.
+"""The state of linear and of power attention, its dtype, and how it enters and leaves a sequence.
 
 Segments are given as runs (``kernels/segments.py``).
 """
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..decay import sums_after, sums_through
+from .decay import sums_after, sums_through
 
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""
@@ -18,7 +18,7 @@ EXACT = lax.Precision.HIGHEST
 
 
 class State(NamedTuple):
-    """Everything that linear attention keeps of the past."""
+    """All that such an attention knows of the past."""
 
     s_BHMD: Float[Array, "B H M D"]
     """Sum of φ(k) vᵀ."""
@@ -26,26 +26,25 @@ class State(NamedTuple):
     """Sum of φ(k)."""
 
 
-class Share(NamedTuple):
-    """What some tokens do to the state; see ``kernels/context.py``."""
+class StateUpdate(NamedTuple):
+    """What some tokens do to the state before them: a factor on it, and a term (``kernels/context.py``)."""
 
     state: State
-    """The state after them from a state of zero."""
-    keeps_BH: Array
-    """The factor on the state before them."""
+    """The term: the state after them from a state of zero."""
+    decay_factor_BH: Array
 
     @classmethod
-    def of(cls, state: State, runs_BT: Array | None, log_decay_BTH: Array | None) -> "Share":
-        """The share with this state; an initial state belongs to run 0."""
-        keeps_BH = (jnp.ones_like(state.z_BHM[..., 0]) if log_decay_BTH is None else
-                    jnp.exp(log_decay_BTH.sum(axis=1)))
+    def of(cls, state: State, runs_BT: Array | None, log_decay_BTH: Array | None) -> "StateUpdate":
+        """The update with this term; an initial state belongs to run 0."""
+        factor_BH = (jnp.ones_like(state.z_BHM[..., 0]) if log_decay_BTH is None else
+                     jnp.exp(log_decay_BTH.sum(axis=1)))
         if runs_BT is not None:
-            keeps_BH = jnp.where((runs_BT.max(axis=1) <= 0)[:, None], keeps_BH, 0)
-        return cls(state, keeps_BH)
+            factor_BH = jnp.where((runs_BT.max(axis=1) <= 0)[:, None], factor_BH, 0)
+        return cls(state, factor_BH)
 
-    def after(self, state: State) -> State:
+    def apply(self, state: State) -> State:
         """The state after the tokens."""
-        before = decayed(state, self.keeps_BH)
+        before = decayed(state, self.decay_factor_BH)
         return State(before.s_BHMD + self.state.s_BHMD, before.z_BHM + self.state.z_BHM)
 
 
@@ -57,6 +56,13 @@ def sum_dtype(*arrays: Any) -> jnp.dtype:
 def zero_state(batch: int, heads: int, features: int, head_width: int, dtype: Any = jnp.float32) -> State:
     """S₀ = 0 and z₀ = 0."""
     return State(jnp.zeros((batch, heads, features, head_width), dtype), jnp.zeros((batch, heads, features), dtype))
+
+
+def arrays_of(initial_state: State | None) -> dict[str, tuple[Array | None, str]]:
+    """The arrays of an initial state and the letters of their dimensions, by name, for the checks of a call."""
+    if initial_state is None:
+        return {}
+    return {"initial_state.s_BHMD": (initial_state.s_BHMD, "BHMD"), "initial_state.z_BHM": (initial_state.z_BHM, "BHM")}
 
 
 def divide(numerator_BTHD: Array, denominator_BTH: Array | None) -> Array:

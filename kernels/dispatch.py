@@ -1,0 +1,129 @@
+"""From a call of an op to one of its implementations: checks, choice, and inputs in the form that all of them take."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from . import checks, decay
+from .gpu import has_kernel, triton
+from .segments import runs_of
+
+
+class Call(NamedTuple):
+    """What the choice of an implementation depends on."""
+
+    heads: Mapping[str, Any]
+    """Queries, keys and values by the names of the arguments: arrays, or shapes and dtypes."""
+    causal: bool = True
+    chunk_size: int | None = None
+    segments: bool = False
+    log_decay: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """T of the queries."""
+        return next(iter(self.heads.values())).shape[1]
+
+
+class Implementation(NamedTuple):
+    """One form of an op."""
+
+    compute: Callable[..., Any]
+    refuses: Callable[[Call], str | None] = lambda call: None
+    """Why it does not support a call; None if it does."""
+    is_kernel: bool = False
+    """Whether it consists of our GPU kernels. On other devices these are interpreted, for tests."""
+
+    def refusal(self, call: Call) -> str | None:
+        """Why it cannot compute a call; None if it can."""
+        return triton.MISSING if self.is_kernel and triton.MISSING is not None else self.refuses(call)
+
+
+class Chosen(NamedTuple):
+    """An implementation, and segments and decays in the form that all implementations take."""
+
+    name: str
+    compute: Callable[..., Any]
+    runs_BT: Array | None
+    log_decay_BTH: Array | None
+
+
+class Dispatcher(NamedTuple):
+    """The implementations of an op, and the order of their speed."""
+
+    implementations: Mapping[str, Implementation]
+    fastest: Callable[[Call], Sequence[str]]
+    """call ↦ names, the fastest first. The last supports every call on every device."""
+
+    def pick(self, call: Call) -> str:
+        """The implementation that None stands for, on the device that is traced for."""
+        *faster, plain = self.fastest(call)
+        for name in faster:
+            form = self.implementations[name]
+            if (not form.is_kernel or has_kernel()) and form.refusal(call) is None:
+                return name
+        return plain
+
+    def choose(self, call: Call, named: str | None) -> str:
+        """The implementation of a call.
+
+        Raises:
+            ValueError: there is none of this name.
+            NotImplementedError: the named implementation does not support the call.
+        """
+        name = self.pick(call) if named is None else named
+        if name not in self.implementations:
+            raise ValueError(f"implementation={name!r}: expected one of {', '.join(self.implementations)}")
+        refusal = self.implementations[name].refusal(call)
+        if refusal is not None:
+            raise NotImplementedError(f"implementation={name!r}: {refusal}")
+        return name
+
+    def start(self, named: str | None, dtype: jnp.dtype, heads: Mapping[str, Array],
+              others: Mapping[str, tuple[Array | None, str]] | None = None, *, causal: bool = True,
+              segment_ids_BT: Array | None, log_decay_BTH: Array | None, chunk_size: int | None = None,
+              **sizes: int) -> Chosen:
+        """Checks the inputs of a call, chooses its implementation and prepares segments and decays.
+
+        Args:
+            named: the requested implementation; None picks the fastest.
+            dtype: that of the sums, which decays get.
+            heads: queries, keys and values by name.
+            others: other arrays, or None, and the letters of their dimensions.
+            causal: as in the call, like the three that follow.
+            segment_ids_BT: see ``segments``.
+            log_decay_BTH: see ``decay``.
+            chunk_size: None picks the fastest.
+            sizes: by letter, those that are not sizes of heads.
+
+        Raises:
+            ValueError, TypeError: see ``checks``.
+            NotImplementedError: the named implementation does not support the call.
+        """
+        checks.check_sequence(heads, others or {}, segment_ids_BT, log_decay_BTH, chunk_size, sizes)
+        call = Call(heads, causal, chunk_size, segment_ids_BT is not None, log_decay_BTH is not None)
+        name = self.choose(call, named)
+        runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
+        if log_decay_BTH is not None:
+            log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
+        return Chosen(name, self.implementations[name].compute, runs_BT, log_decay_BTH)
+
+
+def refuses_heads(call: Call, widest: Mapping[str, int], condition: str = "") -> str | None:
+    """Why a kernel for heads of up to these widths, by dtype, does not support a call; None if it does.
+
+    ``condition``: what the widths depend on, in words.
+    """
+    for name, x in call.heads.items():
+        if x.dtype.name not in widest:
+            return f"{name} is {x.dtype}; it supports {', '.join(widest)}"
+        if not 1 <= x.shape[3] <= widest[x.dtype.name]:
+            return f"{name} has width {x.shape[3]}; {condition}it supports widths of 1 to {widest[x.dtype.name]}"
+    return None
+
+
+def hide_padding(y_BTHD: Array, runs_BT: Array | None) -> Array:
+    """y, 0 on padding."""
+    return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
