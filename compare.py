@@ -41,7 +41,7 @@ from comparison.table import as_csv, print_table, print_texts, table_note
 from support.command import message, output_stream, run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
-from support.flags import checked_flags
+from support.flags import checked_flags, flags_by_field
 from support.terminal import printable
 
 WATCH_SECONDS = 2.0
@@ -289,7 +289,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
-    return run_command("compare.py", command, arguments)
+    return run_command("compare.py", command, arguments, flags=flags_by_field(Options))
 
 
 if __name__ == "__main__":

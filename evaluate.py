@@ -45,7 +45,7 @@ from data.loader import Corpora, open_corpora
 from data.sources.images import ImageFormat
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError, RunError
-from support.flags import checked_flags
+from support.flags import checked_flags, flags_by_field
 from support.json_files import write
 from support.terminal import printable
 from training import evaluation
@@ -262,7 +262,7 @@ def command(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
-    return run_command("evaluate.py", command, arguments, memory_hint="lower --context")
+    return run_command("evaluate.py", command, arguments, flags=flags_by_field(Options), memory_hint="lower --context")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,12 @@ Messages and progress go to standard error.
 """
 
 import base64
-import contextlib
 import functools
 import html
 import os
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,21 +56,6 @@ type Table = Any
 """A ``pandas.DataFrame``; where pandas is not installed, a dict of NumPy arrays of equal length, by column."""
 
 
-@contextlib.contextmanager
-def _without_flags() -> Iterator[None]:
-    """Errors name fields and arguments as in Python where those of the commands name flags; a command line that they
-    suggest stays as it is."""
-    def name(found: re.Match[str]) -> str:
-        flag = found[1]
-        return found[0] if flag is None else {"init-from.reset": "reset"}.get(flag, flag.replace("-", "_"))
-
-    try:
-        yield
-    except (ConfigError, LineargptError, NotImplementedError) as error:
-        error.args = (re.sub(r"python .*|(?<![\w./-])--([a-z]+(?:[-.][a-z0-9]+)*)", name, str(error)),)
-        raise
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
     """A run, from :func:`open_run` or :func:`train_run`.
@@ -91,7 +74,6 @@ class Run:
     """The checkpoint of :attr:`model`: its step, the newest intact one, or that with the lowest val loss."""
 
     @functools.cached_property
-    @_without_flags()
     def _loaded(self) -> LoadedRun:
         return load_model(self.path, None if self.checkpoint == "newest" else self.checkpoint)
 
@@ -153,7 +135,6 @@ class Run:
         """The format of the images of a model of images; None for text."""
         return image_format(self.environment)
 
-    @_without_flags()
     def sample_images(self, images: int = IMAGES, *, upper: np.ndarray | None = None, temperature: float = TEMPERATURE,
                       top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, min_p: float = Sampling.min_p,
                       seed: int = Sampling.seed) -> np.ndarray:
@@ -180,7 +161,6 @@ class Run:
         return sample_images(sampler, self.image, sampling, samples=images,
                              upper_YWC=None if upper is None else np.asarray(upper))
 
-    @_without_flags()
     def sample(self, prompt: str | bytes = "", *, max_new_tokens: int = 200, stop: Sequence[str] = (),
                temperature: float = Sampling.temperature, top_k: int = Sampling.top_k, top_p: float = Sampling.top_p,
                min_p: float = Sampling.min_p, repetition_penalty: float = Sampling.repetition_penalty,
@@ -215,7 +195,6 @@ class Run:
                            stop=stop, by_document=self.config.data.packing == "documents")
 
 
-@_without_flags()
 def open_run(path: str | Path, checkpoint: int | Literal["newest", "best"] = "newest") -> Run:
     """Open a run of train.py, finished or in training.
 
@@ -233,7 +212,6 @@ def open_run(path: str | Path, checkpoint: int | Literal["newest", "best"] = "ne
     return Run(Path(path), *read_run(Path(path)), checkpoint)
 
 
-@_without_flags()
 def train_run(config: Config, run_dir: str | Path, *, init_from: str | Path | None = None,
               reset: Literal["attention"] | None = None) -> Run:
     """Train a run as train.py does, in this process, on all its devices.
@@ -352,7 +330,6 @@ class RunComparison:
         return f"<div>{sentences}{drawn}<table>{table}</table></div>"
 
 
-@_without_flags()
 def compare_runs(runs: Sequence[Run | str | Path], *, title: str = "") -> RunComparison:
     """Compare runs as compare.py does. Runs that differ only in their seed form one set-up.
 

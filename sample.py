@@ -43,7 +43,7 @@ from sampling.sampler import Sampler, Sampling
 from sampling.terminal import SampleWriter, converse
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError
-from support.flags import checked_flags
+from support.flags import checked_flags, flags_by_field
 from training.environment import configure_jax
 from training.loading import LoadedRun, load_model, load_tokenizer
 from training.sharding import inference_mesh
@@ -254,7 +254,8 @@ def command(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
-    return run_command("sample.py", command, arguments, memory_hint="lower --images, --num-samples or --max-new-tokens")
+    return run_command("sample.py", command, arguments, flags=flags_by_field(Options),
+                       memory_hint="lower --images, --num-samples or --max-new-tokens")
 
 
 if __name__ == "__main__":

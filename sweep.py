@@ -30,7 +30,7 @@ from models import attention
 from support.command import output_stream, run_command, status
 from support.errors import FAILURE, ConfigError
 from support.files import write_text
-from support.flags import checked_flags
+from support.flags import checked_flags, flags_by_field
 from sweeps import estimates, folder, processes
 from sweeps.plan import PlannedRun, plan, program
 
@@ -80,7 +80,7 @@ def modes_of(rows: str | None) -> tuple[str, ...] | None:
         return None
     modes = tuple(rows.split(","))
     for mode in modes:
-        attention.load(mode, "--rows")
+        attention.load(mode, "rows")
     return modes
 
 
@@ -169,7 +169,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
-    return run_command("sweep.py", command, arguments)
+    return run_command("sweep.py", command, arguments, flags=flags_by_field(Options))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def load(recipe: Path, flags: RunFlags) -> Config | MaskedConfig:
         raise ConfigError("--init-from.reset requires --init-from RUN")
     config = load_recipe(recipe, flags.attention, (Config, MaskedConfig))
     if flags.init_from is not None and not isinstance(config, Config):
-        raise ConfigError(f"--init-from {flags.init_from}: {recipe} is a {config.KIND} recipe; expected a "
+        raise ConfigError(f"init_from {flags.init_from}: {recipe} is a {config.KIND} recipe; expected a "
                           f"{Config.KIND} recipe")
     return config
 
@@ -116,7 +116,8 @@ def command(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`training.processes.run_together`."""
-    return processes.run_together("train.py", command, arguments)
+    return processes.run_together("train.py", command, arguments,
+                                  flags=cli.run_flags(RunFlags, Config, MaskedConfig))
 
 
 if __name__ == "__main__":

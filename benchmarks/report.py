@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,16 +22,15 @@ import jax
 import tyro
 
 from benchmarks.picture import Panel, render_panels
-from support.command import message as error_message
 from support.command import run_command, status
 from support.errors import ConfigError
 from support.files import write_json, write_text
-from support.flags import checked_flags, flag_types, parse_value
+from support.flags import checked_flags, flag_types, flags_by_field, parse_value
 from support.ranges import members
 from training.environment import git_commit
 
-OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes"}
-"""The benchmarks' names for flags of ``train.py``."""
+TRAIN_FLAGS = {"run_dir": "--out", "model.attention": "--modes"}
+"""The benchmarks' flags for fields and arguments of runs."""
 
 _saved: dict[Path, str] = {}
 
@@ -218,8 +216,10 @@ class Benchmark[O]:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         _saved.clear()
-        return run_command(self.module, self._command, arguments, describe=_message, interrupted=lambda: ": " + (
-            "; ".join(f"{what} in {path}" for path, what in _saved.items()) or "nothing was saved"))
+        return run_command(
+            self.module, self._command, arguments, flags=TRAIN_FLAGS | flags_by_field(self.options),
+            interrupted=lambda: ": " + (
+                "; ".join(f"{what} in {path}" for path, what in _saved.items()) or "nothing was saved"))
 
     def parse(self, arguments: Sequence[str]) -> O:
         """The options of a command line.
@@ -321,11 +321,6 @@ def make_folder(path: Path) -> None:
 def record_saved(path: Path, what: str) -> None:
     """Records for the message of Ctrl-C that ``path`` has something, such as ``12 rows``."""
     _saved[path] = what
-
-
-def _message(error: BaseException) -> str:
-    """The text of an error with the benchmarks' names for flags of ``train.py``."""
-    return re.sub("|".join(OWN_FLAGS), lambda found: OWN_FLAGS[found[0]], error_message(error))
 
 
 def _device() -> str:

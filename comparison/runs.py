@@ -297,7 +297,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     if not path.exists():
         raise NotARunError(no_folder(path))
     if not (path / "config.json").is_file():
-        raise NotARunError(f"{path}: not a run, it has no config.json; expected the --run-dir of a train.py run")
+        raise NotARunError(f"{path}: not a run, it has no config.json; expected the folder of a train.py run")
     config = _shown(groups_of(read_config(path)))
     if not (config.get("model", {}).get("attention") and "train" in config):
         raise RunError(f"{path}/config.json: not a config written by train.py")

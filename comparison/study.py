@@ -128,7 +128,7 @@ class Study:
                 a folder name.
         """
         if rows is not None and "rows" not in inspect.signature(self.module.get_runs).parameters:
-            raise ConfigError(f"--rows: {self.path} has its own attentions; expected a study with get_runs(quick, "
+            raise ConfigError(f"rows: {self.path} has its own attentions; expected a study with get_runs(quick, "
                               "rows=None)")
         runs = self._call("get_runs", quick, **({} if rows is None else {"rows": rows}))
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
@@ -249,9 +249,9 @@ def read_study(out_dir: Path) -> StudyRecord:
     """
     path = Path(out_dir) / RECORD
     if not path.parent.exists():
-        raise ConfigError(f"{out_dir}: no such folder; expected the --out of a sweep.py")
+        raise ConfigError(f"{out_dir}: no such folder; expected the folder of a sweep")
     if not path.is_file():
-        raise ConfigError(f"{out_dir}: not the folder of a study, no {RECORD}; expected the --out of a sweep.py")
+        raise ConfigError(f"{out_dir}: not the folder of a study, no {RECORD}; expected the folder of a sweep")
     values = read_record(path, _Record)
     return StudyRecord(Path(values["study"]), values["quick"], {run["name"]: run["hash"] for run in values["runs"]})
 

@@ -23,7 +23,7 @@ from support.locks import locked
 COMMIT_BYTES = 64 * 2**20
 """Maximum bytes of text between two commits of the journal."""
 COMMIT_SECONDS = 10.0
-_REMEDY = "free disk space and repeat the command to resume, or choose another folder (--out, or XDG_CACHE_HOME)"
+_REMEDY = "free disk space and repeat the command to resume, or choose another folder (out, or XDG_CACHE_HOME)"
 
 
 @contextlib.contextmanager

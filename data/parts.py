@@ -93,7 +93,7 @@ class PartName(NamedTuple):
         """
         found = _NAME.fullmatch(text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise ConfigError(f"--part {text}: expected NUMBER/PARTS with a number from 1 to PARTS, such as 3/16")
+            raise ConfigError(f"part is {text}; expected NUMBER/PARTS with a number from 1 to PARTS, such as 3/16")
         return cls(int(found[1]), int(found[2]))
 
     def __str__(self) -> str:
@@ -227,7 +227,7 @@ def find_parts(directory: Path) -> list[Part]:
     if not found:
         if directory.suffix == ".parts":
             raise ConfigError(f"{directory} is the folder of the parts of {directory.with_suffix('')}; give "
-                              f"--join {directory.with_suffix('')}")
+                              f"{directory.with_suffix('')}")
         raise ConfigError(f"no parts of {directory} in {folder}; make them with: {make} 1/N, …, N/N")
     counts = Counter(part.name.parts for part in found)
     if len(counts) > 1:

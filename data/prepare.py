@@ -34,10 +34,10 @@ from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers
 from data.parts import Part, PartName
 from data.sources import images, open_source
 from data.sources.source import Block, Selection, Source
-from support.command import message, note, run_command, status
+from support.command import note, run_command, status
 from support.errors import ConfigError
 from support.files import cache_folder
-from support.flags import checked_flags
+from support.flags import checked_flags, flags_by_field
 from support.progress import progress_bar
 
 _VERSION = 3  # part of the cache folder's name: increase it when the tokens of a source change
@@ -70,9 +70,9 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
     directory = Path(directory).absolute()
     if tokenizer == tokenizers.PIXELS:
         for name, value in (("split", split), ("column", column), ("encoding", encoding),
-                            ("val-documents", val_documents), ("val-share", val_share)):
+                            ("val_documents", val_documents), ("val_share", val_share)):
             if value is not None:
-                raise ConfigError(f"--{name} {value}: {source} is images, whose splits are fixed; leave it out")
+                raise ConfigError(f"{name} is {value}, but {source} is images, whose splits are fixed; leave it out")
         token_files.check_free(directory)
         with journal.lock(directory):
             return images.write_images(source, directory)
@@ -101,8 +101,7 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
         DataError: as in :func:`prepare`, or the part is damaged.
     """
     if tokenizer == tokenizers.PIXELS:
-        raise ConfigError(f"--part {name}: --tokenizer pixels is for images, which are prepared in one piece; leave "
-                          "out --part")
+        raise ConfigError(f"part is {name}, but data.tokenizer pixels is for images, which are prepared in one piece")
     directory = Path(directory).absolute()
     loaded = tokenizers.load(tokenizer)
     opened = _open(source, directory, workers, split=split, column=column, encoding=encoding,
@@ -148,11 +147,11 @@ def join_parts(directory: Path, *, progress: bool = True) -> dict[str, Any]:
 
 def _open(source: str, directory: Path, workers: int | None, **options: Any) -> Source:
     if workers is not None and workers < 1:
-        raise ConfigError(f"--workers {workers}: expected a number above 0")
+        raise ConfigError(f"workers is {workers}; expected a number above 0")
     token_files.check_free(directory)
     opened = open_source(source, **options)
     if opened.folder is not None and directory.is_relative_to(opened.folder.absolute()):
-        raise ConfigError(f"--out {directory} is inside the source {source}; choose a folder outside of it")
+        raise ConfigError(f"out {directory} is inside the source {source}; choose a folder outside of it")
     return opened
 
 
@@ -202,7 +201,7 @@ def _find(data: DataConfig, directory: Path) -> Path:
     found = meta["tokenizer"]
     if found != data.tokenizer:
         raise ConfigError(f"data.tokenizer is {data.tokenizer}, but {data.dir} has tokens of {found}; set "
-                          f"--data.tokenizer {found} or another --data.dir")
+                          f"data.tokenizer {found} or another data.dir")
     token_files.check_fingerprint(directory, meta, tokenizers.FINGERPRINTS.get(found))
     return directory
 
@@ -364,7 +363,7 @@ def _finish(unfinished: journal.UnfinishedFolder, writer: token_files.TokenFiles
     for split, entry in meta["splits"].items():
         if entry["tokens"] < _SMALL_SPLIT * total and entry["documents"] < _FEW_DOCUMENTS:
             note(f"{split} has {entry['tokens']:,} tokens of {entry['documents']:,} documents, "
-                 f"{entry['tokens'] / total:.2%} of all; data.prepare --val-share sets another fraction")
+                 f"{entry['tokens'] / total:.2%} of all; val_share of data.prepare sets another fraction")
     return meta
 
 
@@ -374,7 +373,7 @@ def _nothing_left(origin: dict[str, Any], split: str, in_val: int, skipped: dict
     kept = f"; delete the tokenized part, {partial}, to start over"
     wanted = origin["val_documents"]
     if split == "train" and wanted is not None:
-        return ConfigError(f"--val-documents is {wanted}; expected less than the {in_val:,} documents with text of "
+        return ConfigError(f"val_documents is {wanted}; expected less than the {in_val:,} documents with text of "
                            f"{origin['source']}{kept}")
     return ConfigError(f"data.source: {origin['source']} has too little text for the {split} split"
                        + _skipped_rows(skipped, " (of its rows {})") + kept)
@@ -477,11 +476,6 @@ def _report(meta: dict[str, Any]) -> None:
         print(f"{name}: {entry['tokens']:,} tokens, {entry['bytes']:,} bytes, {entry['documents']:,} documents")
 
 
-def _with_own_flags(error: BaseException) -> str:
-    """The text of an error that may name fields of the config, with this command's flags."""
-    return re.sub(r"\bdata\.tokenizer\b", "--tokenizer", message(error).removeprefix("data.source: "))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
     def command(given: Sequence[str]) -> None:
@@ -489,8 +483,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         tyro.cli(_command, prog="python -m data.prepare", args=checked_flags(given, _command))
 
-    return run_command("data.prepare", command, arguments, describe=_with_own_flags,
-                       interrupted=lambda: "; repeat the command to resume")
+    return run_command("data.prepare", command, arguments, interrupted=lambda: "; repeat the command to resume",
+                       flags=flags_by_field(_command) | {"data.tokenizer": "--tokenizer", "data.dir": "--out"})
 
 
 if __name__ == "__main__":

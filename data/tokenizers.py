@@ -262,7 +262,7 @@ class Workers:
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
                 future.set_exception(DataError(
                     f"a tokenizing process ended (exit code {process.wait()}), perhaps out of memory; try fewer "
-                    "--workers"))
+                    "workers"))
                 return
             if isinstance(answer, str):
                 future.set_exception(DataError(answer))

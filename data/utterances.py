@@ -76,7 +76,7 @@ class Dataset(NamedTuple):
             file.index_path.unlink(missing_ok=True)
         if damaged:
             raise DataError("; ".join(f"{file.path} does not match its checksum" for file in damaged)
-                            + "; the next start computes the features again; give it another --run-dir if this run "
+                            + "; the next start computes the features again; choose another run_dir if this run "
                             "has saved a checkpoint, which was trained on them")
 
 

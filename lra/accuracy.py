@@ -116,7 +116,7 @@ def load(path: Path) -> Run:
         RunError: ``config.json`` is damaged, or has another format.
     """
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{path}: not a run, it has no config.json; name the --run-dir of an lra.train run")
+        raise ConfigError(f"{path}: not a run, it has no config.json; expected the folder of an lra.train run")
     config = read_config(path)
     if "task" not in config.get("data", {}):
         raise ConfigError(f"{path}: a run of train.py; expected runs of lra.train")
@@ -347,7 +347,7 @@ def make_table(options: Options, results: report.Results) -> int:
     if options.rows:
         modes = list(dict.fromkeys(run.attention for run in runs))
         if unknown := [mode for mode in options.rows if mode not in modes]:
-            raise ConfigError(f"--rows {unknown[0]}: no run of it; expected {', '.join(modes)}")
+            raise ConfigError(f"rows has {unknown[0]}: no run of it; expected {', '.join(modes)}")
         runs = sorted((run for run in runs if run.attention in options.rows),
                       key=lambda run: options.rows.index(run.attention))
     for error in left_out:

@@ -103,7 +103,7 @@ class Case:
             ConfigError: the row or shape is unknown, or sizes do not match.
         """
         if self.shape not in SHAPES:
-            raise ConfigError(f"--shape {self.shape}: expected one of {', '.join(SHAPES)}")
+            raise ConfigError(f"shape is {self.shape}; expected one of {', '.join(SHAPES)}")
         shape = SHAPES[self.shape]
         options = OPTIONS | {"performer": {"features": shape.width // shape.heads}}
         mode, config = mode_config(self.row, flag="--rows", known=attention.encoder_modes(),

@@ -100,7 +100,8 @@ def load_data(config: LraConfig) -> tasks.Dataset:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`training.run.main`."""
-    return run.main("lra.train", parse, load_objective, arguments, started=_STARTED)
+    return run.main("lra.train", parse, load_objective, arguments,
+                    flags=cli.run_flags(RunFlags, LraConfig), started=_STARTED)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from models.heads import Head, TiedHead
 from models.parameters import declare
 from models.sizes import check_heads, compute_dtype, head_width, layer_modes
 from support.errors import ConfigError
-from support.ranges import check_ranges
+from support.ranges import check_options
 
 
 class Encoder(nnx.Module):
@@ -232,7 +232,7 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
     Raises:
         ConfigError: sizes out of range or inconsistent, or an unknown or causal attention mode.
     """
-    check_ranges(config, "model")
+    check_options(config, "model")
     check_heads(config)
     if config.positions == "sinusoidal" and config.width % 2:
         raise ConfigError(f"model.positions is sinusoidal and model.width {config.width}; expected an even width")
@@ -241,15 +241,15 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
                                   max_length=config.context) for mode, options in config.modes.items()]
     for layer in layers:
         if layer.name not in attentions.encoder_modes():
-            raise ConfigError(f"--attention {layer.name}: it is causal and cannot be an encoder; expected one of "
+            raise ConfigError(f"model.attention {layer.name}: it is causal and cannot be an encoder; expected one of "
                               f"{', '.join(attentions.encoder_modes())}")
         if layer.options.short_conv:
             raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.options.short_conv}; expected 0 in an "
                               "encoder: the convolution is causal")
         if not layer.bidirectional:
-            raise ConfigError(f"--attention {layer.name}: with these options it is causal and cannot be an encoder; "
-                              "leave out form, kernel and chunk_size")
+            raise ConfigError(f"model.attention {layer.name}: with these options it is causal and cannot be an "
+                              "encoder; expected no form, kernel or chunk_size")
     if config.pooling == "cls" and all(layer.block_diagonal for layer in layers):
-        raise ConfigError(f"model.pooling is cls, but with --attention {','.join(config.modes)} the CLS token attends "
-                          "only to its own block; expected mean, or another mode in some layer")
+        raise ConfigError(f"model.pooling is cls, but with model.attention {','.join(config.modes)} the CLS token "
+                          "attends only to its own block; expected mean, or another mode in some layer")
     return config

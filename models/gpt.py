@@ -18,7 +18,7 @@ from models.heads import LOGISTICS, Head, LogisticsHead, TiedHead
 from models.parameters import declare
 from models.sizes import check_heads, compute_dtype, head_width, layer_modes
 from support.errors import ConfigError
-from support.ranges import check_ranges
+from support.ranges import check_options
 
 
 class Cache(NamedTuple):
@@ -150,14 +150,15 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
     Raises:
         ConfigError: sizes out of range or inconsistent, or an unknown attention mode.
     """
-    check_ranges(config, "model")
+    check_options(config, "model")
     check_heads(config)
     config = attentions.resolve(dataclasses.replace(config, dtype=compute_dtype(config.dtype)))
     for mode, options in config.modes.items():
         layer = attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
                                     max_length=config.context)
         if not layer.causal:
-            raise ConfigError(f"--attention {mode}: it is bidirectional and cannot be a language model")
+            raise ConfigError(f"model.attention {mode}: it is bidirectional and cannot be a language model; "
+                              f"expected one of {', '.join(attentions.causal_modes())}")
         if (tokens := layer.options.short_conv) > config.context:
             raise ConfigError(f"model.modes.{mode}.short_conv is {tokens}; expected at most model.context, "
                               f"{config.context}")

@@ -210,7 +210,7 @@ def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np
     for option in dataclasses.fields(options):
         if (value := getattr(options, option.name)) != option.default \
                 and option.name not in model.blocks[0].attention.implementation_fields:
-            raise ConfigError(f"{source}: {options.flag(option.name)} is {value}; GPT-2's format supports only "
+            raise ConfigError(f"{source}: {options.path(option.name)} is {value}; GPT-2's format supports only "
                               f"{option.default}")
     if config.head != "tied":
         raise ConfigError(f"{source}: model.head is {config.head}; GPT-2's format supports only tied")

@@ -24,8 +24,8 @@ def check_heads(config: ModelConfig | EncoderConfig) -> None:
         ConfigError: they do not fit the model width or rotary positions.
     """
     if config.head_width is None and config.width % config.heads:
-        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; set "
-                          "model.head_width")
+        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; "
+                          "expected a divisor, or a model.head_width")
     if config.positions == "rotary" and head_width(config) % 2:
         raise ConfigError(f"model.positions is rotary and the head width {head_width(config)}; expected an even head "
                           "width")

@@ -105,10 +105,10 @@ def read_upper(path: Path, image: ImageFormat) -> list[UInt8[np.ndarray, "Y W C"
         ConfigError: it has another size or mode.
         DataError: it cannot be read.
     """
-    found, levels = decode_images([(f"--complete {path}", path)])
+    found, levels = decode_images([(str(path), path)])
     Y, W, C = found.shape[1:]
     if image.channels != C or not 0 < Y < image.height or W % image.width:
-        raise ConfigError(f"--complete {path} has {ImageFormat.of_shape((Y, W, C), levels)}; expected 1 to "
+        raise ConfigError(f"{path} has {ImageFormat.of_shape((Y, W, C), levels)}; expected 1 to "
                           f"{image.height - 1} rows of {image.width} pixels or a multiple of it, as the images of the "
                           f"model have {image}")
     rounded = np.rint(found[0] * ((image.levels - 1) / (levels - 1))).astype(np.uint8)

@@ -53,22 +53,22 @@ class Sampling:
     def check(self) -> None:
         """Raises :class:`ConfigError` for values out of range, and for filters with greedy sampling."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"--temperature is {self.temperature}; expected a number of at least 0")
+            raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         if not 0 <= self.top_k < 2**31:
-            raise ConfigError(f"--top-k is {self.top_k}; expected a number of tokens, or 0 for all")
+            raise ConfigError(f"top_k is {self.top_k}; expected a number of tokens, or 0 for all")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p is {self.top_p}; expected a probability above 0 and at most 1")
+            raise ConfigError(f"top_p is {self.top_p}; expected a probability above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"--min-p is {self.min_p}; expected a number from 0 to 1")
+            raise ConfigError(f"min_p is {self.min_p}; expected a number from 0 to 1")
         if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise ConfigError(f"--repetition-penalty is {self.repetition_penalty}; expected a number from 0.001 to "
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; expected a number from 0.001 to "
                               "1000, 1 for none")
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"--seed is {self.seed}; expected a number from 0 to 2^32 - 1")
-        for name, value, without in (("top-k", self.top_k, 0), ("top-p", self.top_p, 1), ("min-p", self.min_p, 0)):
+            raise ConfigError(f"seed is {self.seed}; expected a number from 0 to 2^32 - 1")
+        for name, value, without in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1), ("min_p", self.min_p, 0)):
             if self.temperature == 0 and value != without:
-                raise ConfigError(f"--temperature 0 takes the likeliest token, whatever --{name} is; expected one of "
-                                  "them")
+                raise ConfigError("temperature is 0, which takes the likeliest token, whatever "
+                                  f"{name} is; expected one of them")
 
 
 class Settings(NamedTuple):

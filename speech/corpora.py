@@ -52,6 +52,5 @@ def _folder(data: SpeechDataConfig) -> Path | None:
             raise ConfigError(f"data.dir is {data.dir}; expected None, as data.corpus is synthetic")
         return None
     if data.dir is None:
-        raise ConfigError(f"data.dir is None; expected the folder of the corpus, as data.corpus is {data.corpus}: give "
-                          "--data-dir")
+        raise ConfigError(f"data.dir is None; expected the folder of the corpus, as data.corpus is {data.corpus}")
     return Path(data.dir).expanduser()

@@ -205,12 +205,12 @@ def _listed(corpus: Corpus, folder: Path, name: str) -> list[_Utterance]:
     """The utterances of a split."""
     prefix = FOLDERS[name]
     if not folder.is_dir():
-        raise DataError(f"--data-dir {folder}: no such folder; expected {corpus.layout} in it")
+        raise DataError(f"data.dir {folder}: no such folder; expected {corpus.layout} in it")
     places = sorted(path for path in folder.glob(f"{prefix}*") if path.is_dir())
     if not places:
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
         found = f"no folder {prefix}*, only {names}" if names else "an empty folder"
-        raise DataError(f"--data-dir {folder}: expected {corpus.layout}; found {found}")
+        raise DataError(f"data.dir {folder}: expected {corpus.layout}; found {found}")
     utterances = [utterance for place in places for utterance in corpus.utterances(place)]
     if not utterances:
         raise DataError(f"{places[0]}: no utterances; expected {corpus.layout}")

@@ -67,7 +67,8 @@ def planned_model(config: SpeechConfig, run_dir: Path) -> Recogniser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`training.run.main`."""
-    return run.main("speech.train", parse, load_objective, arguments, started=_STARTED)
+    return run.main("speech.train", parse, load_objective, arguments,
+                    flags=cli.run_flags(cli.DataFlags, SpeechConfig), started=_STARTED)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
+from support.flags import with_flags
 from support.terminal import printable
 
 LONGEST_LINE = 1000
@@ -104,7 +105,8 @@ def _shortened(line: str) -> str:
 
 
 def run_command(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None, *,
-                describe: Callable[[BaseException], str] = message, interrupted: Callable[[], str] = lambda: "",
+                flags: Mapping[str, str] | None = None, describe: Callable[[BaseException], str] = message,
+                interrupted: Callable[[], str] = lambda: "",
                 memory_hint: str = "use fewer examples, shorter sequences or smaller batches") -> int:
     """Runs a command and returns its exit code.
 
@@ -117,10 +119,14 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         prog: name of the command, at the start of its messages.
         command: takes the arguments and returns the exit code; None counts as 0.
         arguments: command-line arguments; None: those of the process.
+        flags: the flag of each field, added to messages that name the field.
         describe: the text of an error.
         interrupted: text to append to the message of Ctrl-C, such as what was saved.
         memory_hint: how to reduce memory use.
     """
+    def text(error: BaseException) -> str:
+        return with_flags(describe(error), flags or {})
+
     code = 0
     formats, ends_at_once = warnings.formatwarning, signal.getsignal(signal.SIGINT) is interrupts.exit_interrupted
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -136,7 +142,7 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         _flush_output()
         return code
     except (ConfigError, NotImplementedError) as error:
-        report_error(f"{prog}: {describe(error)}")
+        report_error(f"{prog}: {text(error)}")
         return USAGE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -146,19 +152,19 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
                      "`. .venv/bin/activate`")
         return USAGE
     except LineargptError as error:
-        report_error(f"{prog}: {describe(error)}")
+        report_error(f"{prog}: {text(error)}")
         return FAILURE
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():
             return code
         remedy = "; free disk space and repeat the command to resume" if error.errno == errno.ENOSPC else ""
-        report_error(f"{prog}: {describe(error)}{remedy}")
+        report_error(f"{prog}: {text(error)}{remedy}")
         return FAILURE
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
-        said = str(error).partition("\n")[0]
-        report_error(f"{prog}: out of memory{f' ({said})' if said else ''}; {memory_hint}")
+        reason = str(error).partition("\n")[0]
+        report_error(f"{prog}: out of memory{f' ({reason})' if reason else ''}; {memory_hint}")
         return FAILURE
     except KeyboardInterrupt:
         report_error(f"interrupted{interrupted()}")

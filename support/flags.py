@@ -7,14 +7,16 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from support.errors import ConfigError
-from support.ranges import NAMES, Range, members
+from support.ranges import NAMES, Range, expected_values, members
 
 _BOOLEANS = {"true": True, "false": False}
+_NAME = re.compile(r"(?<![\w./-])[a-z]\w*(?:\.[a-z]\w*)*(?![\w/-]|\.\w)")
+"""A name, with its groups; not a part of a path."""
 
 
 def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str] = ()) -> list[str]:
@@ -60,7 +62,7 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             if value.lower() == "none" and type(None) in members(kind):
                 out += [name, "None"]
             elif equals and value.lower() not in _BOOLEANS:
-                raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {_expected(kind)}")
+                raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {expected_values(kind)}")
             else:
                 out += _switch(name, _BOOLEANS[value.lower()] if equals else True, kind)
             continue
@@ -71,7 +73,7 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             continue
         if not equals:
             if not arguments or arguments[0].startswith("--"):
-                raise ConfigError(f"{given} requires a value: {_expected(kind)}")
+                raise ConfigError(f"{given} requires a value: {expected_values(kind)}")
             value = arguments.pop(0)
         try:
             if parse_value(value, kind) is None:
@@ -80,6 +82,32 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {error}") from error
         out += [f"{name}={value}"] if equals else [name, value]
     return out
+
+
+def flags_by_field(target: Any) -> dict[str, str]:
+    """The flag of each field of :func:`flag_types`."""
+    return {flag[2:].replace("-", "_"): flag for flag in flag_types(target)}
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message that names fields, with the flags of these fields after it.
+
+    Below the command line nothing knows of flags: messages name ``train.batch_size``. A field without a group counts
+    where it cannot be another word: at the start, or with an underscore.
+
+    Args:
+        message: the message.
+        flags: the flag of each field.
+    """
+    found = {}
+    for match in _NAME.finditer(message):
+        name = match[0]
+        if name in flags and ("." in name or "_" in name or match.start() == 0):
+            found[flags[name]] = None
+        elif name.startswith("model.modes."):
+            found[f"--{name.replace('_', '-')}"] = None
+    named = [flag for flag in found if flag not in message]
+    return f"{message} ({', '.join(named)})" if named else message
 
 
 def flag_types(target: Any) -> dict[str, Any]:
@@ -165,18 +193,7 @@ def parse_value(text: str, kind: Any) -> Any:
     for word in (str, Path):
         if word in kinds:
             return word(text)
-    raise ValueError(wrong or _expected(kind))
-
-
-def _expected(kind: Any) -> str:
-    options = []
-    for member in members(kind):
-        if get_origin(member) is Literal:
-            options += map(str, get_args(member))
-        else:
-            options += {bool: ["True", "False"], type(None): ["None"], str: ["text"], Path: ["a path"]}.get(
-                member) or [NAMES[member]]
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+    raise ValueError(wrong or expected_values(kind))
 
 
 def _field(flag: str) -> str:

@@ -1,7 +1,7 @@
 """Ranges of numbers in options, declared with their types: ``steps: Count | None = 1000``.
 
-A range holds for flags (:mod:`support.flags`) and for the finished options (:func:`check_ranges`). A number without one
-must be finite, and fit into 32 bits.
+A range holds for flags (:mod:`support.flags`) and for the finished options (:func:`check_options`). A number without
+one must be finite, and fit into 32 bits.
 """
 
 import dataclasses
@@ -10,7 +10,8 @@ import math
 import numbers
 import types
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from support.errors import ConfigError
 
@@ -72,23 +73,41 @@ def members(hint: Any) -> dict[Any, Range]:
     return found
 
 
-def check_ranges(options: Any, name: str) -> None:
-    """Checks the numbers among the fields of a dataclass.
+def expected_values(hint: Any) -> str:
+    """What a type allows, in words, such as ``learned, rotary or none``."""
+    words = list[str]()
+    for member in members(hint):
+        if get_origin(member) is Literal:
+            words += map(str, get_args(member))
+        else:
+            words += _SIMPLE.get(member) or [NAMES[member]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+_SIMPLE = {bool: ["True", "False"], type(None): ["None"], str: ["text"], Path: ["a path"]}
+
+
+def check_options(options: Any, name: str) -> None:
+    """Checks the numbers and the choices (``Literal``) among the fields of a dataclass.
 
     Args:
         options: the dataclass.
         name: its name in messages, such as ``model``.
 
     Raises:
-        ConfigError: a field is not a number of its type, or out of range.
+        ConfigError: a field is not of its type, or out of range.
     """
-    for field, kinds in _numbers(type(options)).items():
-        value = getattr(options, field)
+    for field, hint in _checked_fields(type(options)).items():
+        value, kinds = getattr(options, field), members(hint)
         if value is None and type(None) in kinds:
             continue
-        kind = next(kind for kind in kinds if kind in NAMES)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral if kind is int else numbers.Real):
-            expected = NAMES[kind] + (" or None" if type(None) in kinds else "")
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        if value in choices:
+            continue
+        kind = next((kind for kind in kinds if kind in NAMES), None)
+        if kind is None or isinstance(value, bool) or not isinstance(
+                value, numbers.Integral if kind is int else numbers.Real):
+            expected = expected_values(hint)
         else:
             expected = kinds[kind].expected(value, kind)
         if expected is not None:
@@ -96,8 +115,8 @@ def check_ranges(options: Any, name: str) -> None:
 
 
 @functools.cache
-def _numbers(kind: type) -> dict[str, dict[Any, Range]]:
-    """The fields that are numbers, with their types."""
+def _checked_fields(kind: type) -> dict[str, Any]:
+    """The types of the fields that are numbers or choices."""
     hints = get_type_hints(kind, include_extras=True)
-    found = {field.name: members(hints[field.name]) for field in dataclasses.fields(kind)}
-    return {name: kinds for name, kinds in found.items() if NAMES.keys() & kinds.keys()}
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)
+            if any(one in NAMES or get_origin(one) is Literal for one in members(hints[field.name]))}

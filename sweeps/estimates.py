@@ -212,8 +212,8 @@ def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, k
     free = shutil.disk_usage(_existing(out)).free
     if needed > free:
         raise DataError(f"the {len(known):,} remaining runs need {size(needed)} of disk space, but {_existing(out)} "
-                        f"has {size(free)} free; free some, or give another --out"
-                        + (", or leave out --keep-all" if keep_all else ""))
+                        f"has {size(free)} free; free some, or choose another out"
+                        + (", or leave out keep_all" if keep_all else ""))
 
 
 def _existing(path: Path) -> Path:

@@ -23,25 +23,25 @@ def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: boo
         RunError: a file in it is damaged.
     """
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file; give another --out")
+        raise ConfigError(f"{out} is a file; choose another out")
     if (out / RECORD).exists():
         before = read_study(out)
         if before.study != study.path:
-            raise ConfigError(f"--out {out} belongs to {before.study}, not {study.path}; give another --out")
+            raise ConfigError(f"out {out} belongs to {before.study}, not {study.path}; choose another out")
         if before.quick != quick:
-            raise ConfigError(f"--out {out} belongs to {study.path} {'with' if before.quick else 'without'} --quick; "
-                              "give another --out")
+            raise ConfigError(f"out {out} belongs to {study.path} {'with' if before.quick else 'without'} quick; "
+                              "choose another out")
         for run in runs:
             check_run(run, out)
         now = {run.name: run.hash for run in runs}
-        other = f"--out {out} belongs to another version of {study.path}"
+        other = f"out {out} belongs to another version of {study.path}"
         for name in [*before.runs, *now]:
             if name not in now or name not in before.runs:
-                raise ConfigError(f"{other}, which has {'no' if name in now else 'a'} run {name}; give another --out")
+                raise ConfigError(f"{other}, which has {'no' if name in now else 'a'} run {name}; choose another out")
             if before.runs[name] != now[name]:
-                raise ConfigError(f"{other}, whose run {name} has another config; give another --out")
+                raise ConfigError(f"{other}, whose run {name} has another config; choose another out")
         if list(before.runs) != list(now):
-            raise ConfigError(f"{other}, with another order of runs; give another --out")
+            raise ConfigError(f"{other}, with another order of runs; choose another out")
         return
     for run in runs:
         check_run(run, out)
@@ -57,12 +57,12 @@ def check_run(run: PlannedRun, out: Path) -> None:
     if not path.exists():
         if run.folder.exists() and (not run.folder.is_dir() or any(
                 not entry.name.startswith(".") for entry in run.folder.iterdir())):
-            raise ConfigError(f"{run.folder} does not belong to this study; give another --out than {out}")
+            raise ConfigError(f"{run.folder} does not belong to this study; choose another out than {out}")
         return
     before = _read(path)
     if before["hash"] == run.hash:
         return
-    raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; give another --out than {out}")
+    raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; choose another out than {out}")
 
 
 def _first_difference(before: Mapping[str, Any], run: PlannedRun) -> str:

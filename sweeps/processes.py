@@ -95,7 +95,7 @@ def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str,
                            env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if asked.returncode:
         message = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise ConfigError(f"--parallel {parallel}: jax finds no devices: {message[-1]}")
+        raise ConfigError(f"parallel is {parallel}: jax finds no devices: {message[-1]}")
     platform, count = asked.stdout.split()
     return devices_of(platform, int(count), parallel, runs, environment)
 
@@ -107,18 +107,18 @@ def devices_of(platform: str, count: int, parallel: int, runs: Sequence[PlannedR
         for run in runs:
             if run.config is not None and run.config.train.minutes is not None and not is_finished(run):
                 raise ConfigError(
-                    f"--parallel {parallel}: {run.name} trains for {run.config.train.minutes:g} minutes, in which runs "
-                    "that share the cores of a CPU take fewer steps; leave out --parallel, or set train.steps, with "
+                    f"parallel is {parallel}: {run.name} trains for {run.config.train.minutes:g} minutes, in which "
+                    "runs that share the cores of a CPU take fewer steps; leave out parallel, or set train.steps, with "
                     "train.minutes None")
         if parallel > (cores := len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
                        os.cpu_count() or 1):
-            raise ConfigError(f"--parallel is {parallel}; expected at most {cores}, the number of cores")
+            raise ConfigError(f"parallel is {parallel}; expected at most {cores}, the number of cores")
         return [None] * parallel
     if platform != "gpu":
-        raise ConfigError(f"--parallel {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
-                          "the runs with --index or --commands")
+        raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
+                          "the runs with index or commands")
     if parallel > count:
-        raise ConfigError(f"--parallel is {parallel}; expected at most {count}, the number of devices")
+        raise ConfigError(f"parallel is {parallel}; expected at most {count}, the number of devices")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return list((visible.split(",") if visible else [str(number) for number in range(count)])[:parallel])
 

@@ -274,7 +274,7 @@ def test_contexts_that_the_positions_allow(folder, learned, capsys):
     assert min(p["standard_error"] for entry in entries for p in entry["positions"]) > 0
     assert run(learned, "--context", "16") == 0
     err = refused(capsys, 2, learned, "--context", "16,33")
-    assert "--context 33: the model has positions for 32 tokens" in err
+    assert "context is 33: the model has positions for 32 tokens" in err
     before = found(learned)["evaluations"]
     assert [entry["context"] for entry in before] == [16]
     # Other windows of the same val split are not confused with these.
@@ -326,7 +326,7 @@ def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "not a run, it has no config.json" in refused(capsys, 2, tmp_path / "empty")
     assert "no token files" in refused(capsys, 2, folder / "none", "--data.dir", tmp_path)
-    assert re.search(r"--split is test; .*tokens has only train and val", refused(
+    assert re.search(r"split is test; .*tokens has only train and val", refused(
         capsys, 2, folder / "none", "--split", "test"))
     assert "the val split of" in refused(capsys, 2, folder / "none", "--context", "10000000")
     for flag, value in (("--context", "0"), ("--context", "1k"), ("--context", ""), ("--windows", "-3"),

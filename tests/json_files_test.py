@@ -252,7 +252,7 @@ def test_a_value_of_another_type_is_read_or_refused_by_name(kind, tmp_path):
 @pytest.mark.parametrize(("group", "field", "value", "message"), [
     ("model", "heads", 0, " is damaged: model.heads is 0, expected at least 1; restore the file"),
     ("train", "accumulate", 0, " is damaged: train.accumulate is 0, expected at least 1; restore the file"),
-    ("model", "attention", ["nothing"], ": --attention nothing: no such mode"),
+    ("model", "attention", ["nothing"], ": model.attention nothing: no such mode"),
     ("model", "modes", {"chunked": {"chunk_size": "64"}},
      ' is damaged: model.modes.chunked.chunk_size is "64", expected a whole number or null; restore the file'),
 ])

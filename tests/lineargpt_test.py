@@ -275,12 +275,12 @@ def test_a_notebook_shows_verdict_picture_and_table(folder):
 
 def test_errors_name_fields_and_arguments_not_flags(recipe, folder, tmp_path):
     config = load_recipe(recipe)
-    with pytest.raises(ConfigError, match=r"not \['chunked'\]; give another run_dir$"):
+    with pytest.raises(ConfigError, match=r"not \['chunked'\]; choose another run_dir$"):
         train_run(config, folder / "softmax")
     data = dataclasses.replace(config.data, tokenizer="gpt2")
     with pytest.raises(ConfigError, match=r"; set data\.tokenizer bytes or another data\.dir$"):
         train_run(dataclasses.replace(config, data=data), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"/models--gpt2: .*; name the run_dir of a train\.py run$"):
+    with pytest.raises(ConfigError, match=r"/models--gpt2: .*; expected the folder of a train\.py run$"):
         open_run(tmp_path / "models--gpt2")
     with pytest.raises(ConfigError, match=r"; create one with: python train\.py configs/quickstart\.py --attention "):
         compare_runs([tmp_path / "run"])

@@ -372,4 +372,4 @@ sys.exit(sample.main([*sys.argv[1:], "--prompt", "abc", "--max-new-tokens", "20"
 
 
 def test_more_devices_than_there_are(runs, capsys):
-    assert "--devices is 99; expected 1 to" in refused(capsys, 2, runs / "chunked", "--devices", "99")
+    assert "devices is 99; expected 1 to" in refused(capsys, 2, runs / "chunked", "--devices", "99")

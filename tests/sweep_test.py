@@ -278,7 +278,7 @@ def test_the_folder_of_another_version_of_the_study_is_refused(made: Made, capsy
 def test_the_folder_of_another_study_or_form_is_refused(made: Made, capsys: pytest.CaptureFixture[str]):
     assert made.sweep() == 0
     assert made.sweep("--quick") == 2
-    assert "without --quick" in capsys.readouterr().err
+    assert "without quick" in capsys.readouterr().err
     made.path = made.path.rename(made.folder / "other.py")
     assert made.sweep() == 2
     assert f"belongs to {made.folder / 'study.py'}, not {made.path}" in capsys.readouterr().err
@@ -443,7 +443,7 @@ def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatc
     (["--dry-run", "--index", "0"], "--dry-run and --index are mutually exclusive"),
     (["--parallel", "0"], "expected at least 1"),
     (["--rows", "linear"], "study.py has its own attentions"),
-    (["--rows", "linear,chunkd"], "--rows chunkd: no such mode; perhaps you meant chunked"),
+    (["--rows", "linear,chunkd"], "rows chunkd: no such mode; perhaps you meant chunked"),
 ])
 def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], told: str):
     assert made.sweep(*flags) == 2
@@ -522,7 +522,7 @@ def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatc
     assert [run.name for run in newer[::3]] == [
         f"{mode}-task-{task}-seed-0" for task in ("listops", "text", "retrieval", "image", "pathfinder", "pathx")
         for mode in ("chunked", "sparse")]
-    with pytest.raises(ConfigError, match="gated-task-listops-seed-0: --attention gated: it is causal and cannot be"):
+    with pytest.raises(ConfigError, match=r"gated-task-listops-seed-0: .* gated: it is causal and cannot be"):
         plan.plan(study, tmp_path, quick=True, rows=("gated",))
     assert len(study.runs(quick=True, rows=("chunked",))) == 2
     retrieval = [line for line in study.notes(quick=False) if line.startswith("retrieval: ")]

@@ -137,7 +137,7 @@ def test_environment_json_says_what_it_was_made_with(recipe, finished):
 def test_a_finished_run_says_so_and_changes_nothing(recipe, run_dir, capsys):
     before = contents(run_dir)
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
-    assert f"{run_dir} is finished: step 7. Give more --train.steps" in capsys.readouterr().err
+    assert f"{run_dir} is finished: step 7. Set more train.steps" in capsys.readouterr().err
     assert contents(run_dir) == before
 
 
@@ -288,7 +288,7 @@ def test_documents_side_by_side_need_a_mode_that_keeps_them_apart(recipe, tmp_pa
 @pytest.mark.parametrize("mode", sorted(set(attentions.modes()) - set(attentions.causal_modes())))
 def test_what_sees_the_whole_sequence_is_no_language_model(recipe, tmp_path, capsys, mode):
     message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", mode)
-    assert f"--attention {mode}: it is bidirectional and cannot be a language model" in message
+    assert f"model.attention {mode}: it is bidirectional and cannot be a language model" in message
 
 
 @pytest.mark.thorough
@@ -328,7 +328,7 @@ class Attention(SelfAttention):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked; expected one of"),
+    (["--attention", "chunkd"], "model.attention chunkd: no such mode; perhaps you meant chunked; expected one of"),
     (["--model.widht", 3], "train.py: unknown flag --model.widht; perhaps you meant --model.width"),
     (["--model.width", "wide"], "train.py: model.width is wide; expected a whole number"),
     (["--lr", "1e-3"], "train.py: unknown flag --lr; perhaps you meant --optimizer.learning-rate"),
@@ -358,7 +358,7 @@ class Attention(SelfAttention):
     (["--model.layers", 10**9], "model.layers is 1000000000; expected at most 1000"),
     (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
     (["--data.dir", "nowhere"], "no token files in nowhere (no meta.json); create them with: python -m"),
-    (["--data.tokenizer", "gpt2"], "has tokens of bytes; set --data.tok"),
+    (["--data.tokenizer", "gpt2"], "has tokens of bytes; set data.tok"),
     (["--data.tokenizer", "gpt3"], "gpt3"),
 ])
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, arguments, message):
@@ -424,11 +424,11 @@ def test_an_id_beyond_the_vocabulary_is_named(recipe, tokens, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--model.width", 32], "is a run with model.width 16, not 32; give another --run-dir"),
-    (["--attention", "softmax"], "is a run with model.attention ['chunked'], not ['softmax']; give another --run-dir"),
-    (["--optimizer.name", "radam"], "is a run with optimizer.name adamw, not radam; give another --run-dir"),
+    (["--model.width", 32], "is a run with model.width 16, not 32; choose another run_dir"),
+    (["--attention", "softmax"], "is a run with model.attention ['chunked'], not ['softmax']; choose another run_dir"),
+    (["--optimizer.name", "radam"], "is a run with optimizer.name adamw, not radam; choose another run_dir"),
     (["--model.width", 32, "--train.seed", 3],
-     "is a run with model.width 16, not 32; train.seed 0, not 3; give another --run-dir"),
+     "is a run with model.width 16, not 32; train.seed 0, not 3; choose another run_dir"),
 ])
 def test_the_run_of_another_model_is_left_alone(recipe, run_dir, capsys, arguments, message):
     before = contents(run_dir)
@@ -438,7 +438,7 @@ def test_the_run_of_another_model_is_left_alone(recipe, run_dir, capsys, argumen
 
 def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert "holds other files than a run; give another" in refused(capsys, 2, recipe, "--run-dir", tmp_path)
+    assert "holds other files than a run; choose another" in refused(capsys, 2, recipe, "--run-dir", tmp_path)
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
@@ -471,8 +471,8 @@ def test_a_damaged_config_json_is_named(recipe, run_dir, capsys):
 
 
 @pytest.mark.parametrize(("place", "code", "message"), [
-    ("file", 2, "file is a file; give another --run-dir"),
-    ("file/run", 1, "file/run: Not a directory; give another --run-dir"),
+    ("file", 2, "file is a file; choose another run_dir"),
+    ("file/run", 1, "file/run: Not a directory; choose another run_dir"),
 ])
 def test_a_run_dir_that_cannot_be_made_is_named(recipe, tmp_path, capsys, place, code, message):
     (tmp_path / "file").write_text("kept")
@@ -750,11 +750,11 @@ def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, c
 def test_a_config_that_cannot_be_run_is_compared_with_the_run_of_its_weights(recipe, finished, tmp_path, capsys):
     flags = ("--model.positions", "rotary", "--model.heads", 16)  # widths of 1, which rotary positions cannot have
     message = refused(capsys, 2, recipe, *flags, "--init-from", finished, "--run-dir", tmp_path / "run")
-    assert message.endswith("the head width 1; expected an even head width; init_from "
-                            f"{finished}: model.heads is 2 there and 16 here; model.positions is learned there and "
-                            "rotary here; model.head_width is 8 there and 1 here")
+    assert ("the head width 1; expected an even head width; init_from "
+            f"{finished}: model.heads is 2 there and 16 here; model.positions is learned there and rotary here; "
+            "model.head_width is 8 there and 1 here") in message
     message = refused(capsys, 2, recipe, *flags, "--init-from", tmp_path / "nowhere")
-    assert message.endswith("expected an even head width")
+    assert "expected an even head width (--model.positions)" in message
 
 
 def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, finished, tmp_path, capsys, monkeypatch):

@@ -420,7 +420,7 @@ class Checkpoints:
             with suppress(_GoneError):
                 return read()
         raise CheckpointError(f"{self.directory}: a running process has deleted {TRIES} checkpoints, each while it was "
-                              "read; repeat the command, or save less often with --checkpoint.every-steps")
+                              "read; repeat the command, or save less often with checkpoint.every_steps")
 
     @contextmanager
     def _one_clear_error(self, step: int) -> Iterator[None]:
@@ -549,8 +549,8 @@ def _from_orbax[T](folder: Path, read: Callable[[], T]) -> T:
 def _check_optimizer_state(folder: Path) -> None:
     if OPTIMIZER not in _items(folder):
         raise CheckpointError(f"{folder} has no optimizer state, which sweep.py deletes from finished runs without "
-                              "--keep-all: training cannot resume. Start a new run from its parameters with "
-                              "--init-from")
+                              "keep_all: training cannot resume. Start a new run from its parameters with "
+                              "init_from")
 
 
 def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -11,7 +12,7 @@ import tyro
 from configs.schema import RunConfig, load_recipe
 from models import attention as attentions
 from support.errors import ConfigError
-from support.flags import checked_flags, flag_types
+from support.flags import checked_flags, flag_types, flags_by_field
 from training.config_validation import validate_config
 from training.processes import Distributed
 
@@ -32,6 +33,12 @@ class DataFlags(RunFlags):
 
     data_dir: str | None = None
     """Folder of the data: --data.dir."""
+
+
+def run_flags(kind: type[RunFlags], *configs: type[RunConfig]) -> dict[str, str]:
+    """The flag of each field, for :func:`support.flags.with_flags`: the command's own, and those of its configs."""
+    fields = [flags_by_field(_Fields(config(), Distributed())) for config in configs]
+    return dict(ChainMap({"model.attention": "--attention"}, flags_by_field(kind), *fields))
 
 
 def load_config[C: RunConfig](kind: type[C], recipe: Path, flags: DataFlags, **given: Any) -> C:

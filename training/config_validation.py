@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from configs.schema import (
-    EARLIER_COSINE,
     Config,
     MeshConfig,
     OptimizerConfig,
@@ -21,7 +20,7 @@ from models import encoder, gpt
 from models.attention.layer_options import LayerOptions
 from support.command import note
 from support.errors import ConfigError
-from support.ranges import check_ranges
+from support.ranges import check_options
 
 
 def validate_config[C: RunConfig](config: C) -> C:
@@ -31,7 +30,7 @@ def validate_config[C: RunConfig](config: C) -> C:
         ConfigError: the config cannot be run; the message names the field and what was expected.
     """
     for group in dataclasses.fields(config):
-        check_ranges(getattr(config, group.name), group.name)
+        check_options(getattr(config, group.name), group.name)
     for name, expected in config.FIXED.items():
         group, field = name.split(".")
         if (value := getattr(getattr(config, group), field)) != expected:
@@ -61,18 +60,15 @@ def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
     if train.batch_size == sequences:
         return train
     note(f"train.batch_tokens {train.batch_tokens} is ignored, as train.batch_size is {train.batch_size}; to use it, "
-         "give --train.batch-size 0")
+         "set train.batch_size to 0")
     return dataclasses.replace(train, batch_tokens=None)
 
 
 def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
     if train.batch_size < 1:
-        raise ConfigError("train.batch_size is 0; expected at least 1, or --train.batch-tokens")
+        raise ConfigError("train.batch_size is 0; expected at least 1, or train.batch_tokens")
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
-    if optimizer.schedule == EARLIER_COSINE:  # of the config of such a run
-        raise ConfigError(f"optimizer.schedule is {EARLIER_COSINE}, which earlier versions had; expected cosine, "
-                          "constant, drop or inverse_sqrt")
     if optimizer.schedule == "drop":
         if optimizer.drop_step is None:
             raise ConfigError("optimizer.drop_step is None; expected a number of steps, as optimizer.schedule is drop")

@@ -49,20 +49,20 @@ def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int], split:
     for files in corpora.files:
         splits = files.meta["splits"]
         if split not in splits and split != "val":
-            raise ConfigError(f"--split is {split}; {files.directory} has only {' and '.join(splits)}")
+            raise ConfigError(f"split is {split}; {files.directory} has only {' and '.join(splits)}")
         tokens = files.tokens(split) if split in splits else 0
         if tokens < 2:
             what = "validation" if split == "val" else split
             raise DataError(f"{files.directory}: no {what} tokens; expected a corpus with a {split} split")
         for context in contexts:
             if context >= tokens:
-                raise ConfigError(f"--context is {context}; expected at most {tokens - 1}: the {split} split of "
+                raise ConfigError(f"context is {context}; expected at most {tokens - 1}: the {split} split of "
                                   f"{files.directory} has {tokens} tokens")
     for context in contexts:
         if context < 1:
-            raise ConfigError(f"--context is {context}; expected at least 1")
+            raise ConfigError(f"context is {context}; expected at least 1")
         if model.max_length is not None and context > model.max_length:
-            raise ConfigError(f"--context {context}: the model has positions for {model.max_length} tokens and none "
+            raise ConfigError(f"context is {context}: the model has positions for {model.max_length} tokens and none "
                               f"beyond; expected at most {model.max_length}")
 
 

@@ -78,7 +78,7 @@ def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh:
         raise RunError(f"{directory}: no checkpoint has a val loss; open the run with checkpoint=\"newest\"")
     if restored is None:
         raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); restore a "
-                              "copy, or train again in another --run-dir")
+                              "copy, or train again in another run_dir")
     step, items = restored
     nnx.replace_by_pure_dict(parameters, items["parameters"])
     nnx.replace_by_pure_dict(variables, items["variables"])
@@ -95,10 +95,10 @@ def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:
         OSError: a file cannot be read.
     """
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: there is no such folder; name the --run-dir of a train.py run")
+        raise ConfigError(f"{directory}: there is no such folder; expected the folder of a train.py run")
     for name in ("config.json", "environment.json"):
         if not (directory / name).is_file():
-            raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
+            raise ConfigError(f"{directory}: not a run, it has no {name}; expected the folder of a train.py run")
     environment = run_files.read_environment(directory)
     config = run_files.load_config(directory)
     if not isinstance(config, Config):

@@ -39,8 +39,8 @@ def check(config: LoggingConfig) -> None:
             continue
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # without origin it is a folder of that name, such as W&B leaves
-            raise ConfigError(f"--logging.{flag}: the package {package} is not installed; install the extra {flag}: "
-                              f"pip install -e '.[{flag}]'")
+            raise ConfigError(f"logging.{flag} is True, but the package {package} is not installed; install the extra "
+                              f"{flag}: pip install -e '.[{flag}]'")
 
 
 class Logs:
@@ -85,7 +85,7 @@ class Logs:
             if log is not None:
                 with contextlib.suppress(Exception):
                     log.close(failed=True)
-            warnings.warn(f"--logging.{flag}: {type(error).__name__}: {str(error).rstrip('.')}. Training continues "
+            warnings.warn(f"logging.{flag}: {type(error).__name__}: {str(error).rstrip('.')}. Training continues "
                           f"without it; metrics.jsonl is complete{HINTS.get(flag, '')}", stacklevel=2)
 
     def __enter__(self) -> Self:

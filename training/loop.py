@@ -307,7 +307,7 @@ class _Loop:
         self._write_missing_records(folder)
         lines, self.writer = self.writer.keep_in(folder), None
         self.timing.path = folder / "timing.json"
-        go_on = f"repeat the command with --run-dir {folder} to resume"
+        go_on = f"repeat the command with run_dir {folder} to resume"
         if now is None:
             return str(folder), f"{before} was deleted, or moved to another file system,", go_on
         if not (before.is_dir() and before.samefile(now)):
@@ -483,8 +483,8 @@ class _Loop:
             raise TrainingError(
                 f"step {step}: the {broken[0]} is not finite. "
                 + (f"The last good checkpoint is step {saved[-1]}" if saved else "There is no checkpoint yet")
-                + "; try a lower --optimizer.learning-rate, more --optimizer.warmup-steps, or --model.dtype float32 "
-                  "in a new --run-dir")
+                + "; try a lower optimizer.learning_rate, more optimizer.warmup_steps, or model.dtype float32 in a new "
+                  "run_dir")
 
     def _write(self, step: int, **values: Any) -> None:
         if self.writer is None or self.logs is None:

@@ -43,7 +43,7 @@ def check_memory(config: RunConfig, model: nnx.Module, mesh: Mesh) -> None:
         random = f" and {others:,} random numbers of model.modes" if others else ""
         raise ConfigError(f"{fields}: the model has {parameters:,} parameters{random}, which with their gradients and "
                           f"the optimizer need {_gb(state)} of memory, and a device has {_gb(there)}; expected a "
-                          "smaller model, or more devices with --mesh.fsdp")
+                          "smaller model, or more devices with mesh.fsdp")
     if state + batch > there:
         raise ConfigError(f"train.batch_size is {train.batch_size}: a batch of {size.context:,} tokens a row needs "
                           f"{_gb(batch)} of memory, and a device has {_gb(there)}; expected a smaller batch")

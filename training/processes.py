@@ -28,7 +28,7 @@ import jax
 
 from support.command import error_stream, message, output_stream, print_only_errors, report_error, run_command
 from support.errors import FAILURE, ConfigError
-from support.ranges import Count, Natural, Seconds, check_ranges
+from support.ranges import Count, Natural, Seconds, check_options
 from training.roll_call import call_roll, name
 
 HEARTBEAT_SECONDS = 15
@@ -149,21 +149,21 @@ def join(flags: Distributed) -> None:
 
 
 def _place(flags: Distributed) -> _Place | None:
-    given = {f"--distributed.{name}": getattr(flags, name) for name in ("coordinator", "processes", "process")}
-    check_ranges(flags, "distributed")
+    given = {f"distributed.{name}": getattr(flags, name) for name in ("coordinator", "processes", "process")}
+    check_options(flags, "distributed")
     if flags.processes == 1:
         return None
     if all(value is None for value in given.values()):
         return _place_by_launcher()
-    if missing := [flag for flag, value in given.items() if value is None]:
+    if missing := [name for name, value in given.items() if value is None]:
         raise ConfigError(f"expected {' and '.join(missing)} beside "
-                          f"{' and '.join(flag for flag in given if flag not in missing)}")
+                          f"{' and '.join(name for name in given if name not in missing)}")
     coordinator, count, index = given.values()
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--distributed.coordinator is {coordinator}; expected HOST:PORT, such as node1:12345")
+        raise ConfigError(f"distributed.coordinator is {coordinator}; expected HOST:PORT, such as node1:12345")
     if not 0 <= index < count:
-        raise ConfigError(f"--distributed.process is {index}; expected 0 to {count - 1}: there are {count} "
+        raise ConfigError(f"distributed.process is {index}; expected 0 to {count - 1}: there are {count} "
                           "processes")
     return _Place(coordinator, count, index)
 
@@ -190,8 +190,8 @@ def _place_by_launcher() -> _Place | None:
             return _Place(address, count, kind.get_process_id(), None if local is None else [local])
         except (RuntimeError, KeyError, ValueError) as error:
             raise ConfigError(f"{kind.__name__.removesuffix('Cluster')} does not say which processes belong to the "
-                              f"run ({error}); give --distributed.coordinator, --distributed.processes and "
-                              "--distributed.process, or --distributed.processes 1 to train alone") from error
+                              f"run ({error}); give distributed.coordinator, distributed.processes and "
+                              "distributed.process, or 1 as distributed.processes to train alone") from error
     return None
 
 
@@ -294,7 +294,7 @@ def check_shared(folder: Path) -> None:
     if is_first():
         marker.unlink()
     if blind:
-        raise ConfigError(f"{folder} on {name(blind)} is not the folder of process 0; expected a --run-dir that all "
+        raise ConfigError(f"{folder} on {name(blind)} is not the folder of process 0; expected a run_dir that all "
                           "processes share")
 
 
@@ -316,8 +316,8 @@ def signals_of_others() -> Iterator[int]:
         yield _team.signals.popleft()
 
 
-def run_together(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None,
-                 ) -> int:
+def run_together(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None, *,
+                 flags: Mapping[str, str] | None = None) -> int:
     """:func:`support.command.run_command` for a command that calls :func:`join`.
 
     All processes end together: with the exit code that the command returns, or with that of the first failure.
@@ -334,7 +334,7 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
         return together[-1]
 
     try:
-        code = run_command(prog, agreed, arguments, describe=describe)
+        code = run_command(prog, agreed, arguments, flags=flags, describe=describe)
     except SystemExit as error:  # of a signal
         if _team is None:
             raise

@@ -53,13 +53,13 @@ def call_roll(address: str, count: int, index: int, seconds: float) -> str | Non
     else:
         answer = _report(host, int(port), count, index, deadline)
     if answer is None:
-        raise TrainingError(f"process 0 did not come within {seconds:g} s (--distributed.wait-seconds): nothing "
+        raise TrainingError(f"process 0 did not come within {seconds:g} s (distributed.wait_seconds): nothing "
                             f"answers at {address}")
     if expected := answer.get("expected"):
         raise ConfigError(f"process {index} expects {count} processes and process 0 {expected}; give all the same "
-                          "--distributed.processes")
+                          "distributed.processes")
     if missing := answer.get("missing"):
-        raise TrainingError(f"{name(missing)} did not come within {seconds:g} s (--distributed.wait-seconds), of "
+        raise TrainingError(f"{name(missing)} did not come within {seconds:g} s (distributed.wait_seconds), of "
                             f"{count} processes")
     return bound
 
@@ -85,10 +85,10 @@ def _listener(host: str, port: int) -> socket.socket:
         ip = str(place[0])
         if ipaddress.ip_address(ip).is_loopback and host not in ("localhost", ip):
             note(f"{host} is {ip} on this machine, which other machines do not reach; if there are any, give "
-                 "--distributed.coordinator an address in their network")
+                 "distributed.coordinator an address in their network")
         return listener
     raise ConfigError(f"process 0 cannot listen at port {port} of {host} ({getattr(failure, 'strerror', failure)}); "
-                      "give another --distributed.coordinator: an address of its machine, and a free port")
+                      "choose another distributed.coordinator: an address of its machine, and a free port")
 
 
 async def _listen(listener: socket.socket, count: int, deadline: float) -> dict[str, Any]:

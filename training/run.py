@@ -39,7 +39,7 @@ DATA_SEED = 0
 
 
 def main(name: str, parse: Callable[..., CommandLine[Any, Any]], load: Callable[[Any], Objective],
-         arguments: Sequence[str] | None, *, started: float) -> int:
+         arguments: Sequence[str] | None, *, flags: Mapping[str, str], started: float) -> int:
     """A command that trains; returns the exit code.
 
     Args:
@@ -47,6 +47,7 @@ def main(name: str, parse: Callable[..., CommandLine[Any, Any]], load: Callable[
         parse: parses the command line, and calls its second argument to join the other processes of the run.
         load: loads the data of a config; returns their objective.
         arguments: the command line; None: that of the process.
+        flags: :func:`training.cli.run_flags` of the command.
         started: ``time.perf_counter()`` at the start of the command.
     """
 
@@ -56,7 +57,7 @@ def main(name: str, parse: Callable[..., CommandLine[Any, Any]], load: Callable[
         return train(line.config, line.run_dir, load, started=started, command=["python", "-m", name, *arguments],
                      stall_seconds=line.distributed.stall_seconds)
 
-    return processes.run_together(name, command, arguments)
+    return processes.run_together(name, command, arguments, flags=flags)
 
 
 def train[C: RunConfig](config: C, run_dir: Path, load: Callable[[C], Objective], *, started: float,

@@ -39,27 +39,27 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         RunError: a file is damaged, or has another format; or ``checkpoints`` is no folder.
     """
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is a file; give another --run-dir")
+        raise ConfigError(f"{run_dir} is a file; choose another run_dir")
     check_path(run_dir)
     _check_checkpoints_folder(run_dir / "checkpoints")
     environment = run_files.read_environment(run_dir) if (run_dir / run_files.ENVIRONMENT).exists() else {}
     if PUBLISHED in environment:
-        raise ConfigError(f"{run_dir} holds published weights; to train from them, give --init-from {run_dir} and "
-                          "another --run-dir")
+        raise ConfigError(f"{run_dir} holds published weights; to train from them, give init_from {run_dir} and "
+                          "another run_dir")
     if not (run_dir / "config.json").exists():
         if run_dir.exists() and any(
                 not p.name.startswith(".") and p.name not in (SWEEP_RECORD, OUTPUT) for p in run_dir.iterdir()):
-            raise ConfigError(f"{run_dir} holds other files than a run; give another --run-dir")
+            raise ConfigError(f"{run_dir} holds other files than a run; choose another run_dir")
         return environment
     before = run_files.load_config(run_dir)
     if type(before) is not type(config):
         raise ConfigError(f"{run_dir} is a {before.KIND} run of {before.COMMAND}, not a {config.KIND} run of "
-                          f"{config.COMMAND}; give another --run-dir")
+                          f"{config.COMMAND}; choose another run_dir")
     there, here = _identity(before), _identity(config)
     differing = [f"{name} {there[name]}, not {value}" for name, value in here.items()
                  if name in there and there[name] != value]
     if differing:
-        raise ConfigError(f"{run_dir} is a run with {'; '.join(differing)}; give another --run-dir")
+        raise ConfigError(f"{run_dir} is a run with {'; '.join(differing)}; choose another run_dir")
     return environment
 
 
@@ -96,7 +96,7 @@ def check_corpus(environment: dict[str, Any], checksum: str, corpus: object, run
         ConfigError: ``run_dir`` was trained on another corpus, or on another mixture.
     """
     if environment and environment.get("corpus_checksum") != checksum:
-        raise ConfigError(f"{run_dir} was trained on another corpus than {corpus}; give another --run-dir")
+        raise ConfigError(f"{run_dir} was trained on another corpus than {corpus}; choose another run_dir")
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(locks.locked(run_dir / LOCK))
         except OSError as error:
-            raise TrainingError(f"cannot write in {run_dir}: {error.strerror}; give another --run-dir") from error
+            raise TrainingError(f"cannot write in {run_dir}: {error.strerror}; choose another run_dir") from error
         if lock is None:
             raise TrainingError(f"{run_dir}: another process is training in it")
         processes.check_shared(run_dir)
@@ -148,9 +148,9 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
             _check_writable(checkpoints.directory)
-        more = ("Give more --train.steps or --train.minutes to continue."
+        more = ("Set more train.steps or train.minutes to continue."
                 if checkpoints.training_can_go_on(newest[0])
-                else "It has no optimizer state; --init-from can start another run from its parameters.")
+                else "It has no optimizer state; init_from can start another run from its parameters.")
     if config.train.steps is not None and newest[0] > config.train.steps:
         raise ConfigError(f"train.steps is {config.train.steps:,}; expected at least {newest[0]:,}, the step of "
                           f"{run_dir}")

@@ -90,7 +90,7 @@ def mesh_sizes(config: RunConfig, devices: int) -> dict[str, int]:
     named = " × ".join(f"mesh.{axis}" for axis in AXES if axis not in rest)
     if len(rest) > 1:
         raise ConfigError(f"mesh.{rest[0]} and mesh.{rest[1]} are both -1, the devices that remain; expected one such "
-                          f"axis: give --mesh.{rest[0]} a size")
+                          f"axis: give mesh.{rest[0]} a size")
     given = math.prod(size for axis, size in sizes.items() if axis not in rest)
     if min(size for axis, size in sizes.items() if axis not in rest) < 1 or given > devices:
         raise ConfigError(f"{named} is {given}; expected 1 to {devices}, the number of devices")
@@ -104,16 +104,17 @@ def mesh_sizes(config: RunConfig, devices: int) -> dict[str, int]:
         sizes[axis] = math.gcd(limit or 1, devices // given)
     used = math.prod(sizes.values())
     if not rest and used < devices:
-        raise ConfigError(f"{named} is {used}, which leaves {devices - used} of {devices} devices idle; give "
-                          "an axis the size -1, or hide devices from jax, as CUDA_VISIBLE_DEVICES does")
+        raise ConfigError(f"{named} is {used}, which leaves {devices - used} of {devices} devices idle; "
+                          "expected an axis of size -1; or hide devices from jax, as CUDA_VISIBLE_DEVICES does")
     if config.model.context % sizes["context"]:
         raise ConfigError(f"mesh.context is {sizes['context']}, which does not divide model.context, "
-                          f"{config.model.context}")
+                          f"{config.model.context}; expected a divisor")
     if config.model.heads % sizes["tensor"]:
-        raise ConfigError(f"mesh.tensor is {sizes['tensor']}, which does not divide model.heads, {config.model.heads}")
+        raise ConfigError(f"mesh.tensor is {sizes['tensor']}, which does not divide model.heads, "
+                          f"{config.model.heads}; expected a divisor")
     if rows % (sizes["data"] * sizes["fsdp"]):
-        raise ConfigError(f"train.batch_size / train.accumulate is {rows}, which mesh.data × mesh.fsdp, "
-                          f"{sizes['data'] * sizes['fsdp']}, does not divide")
+        raise ConfigError(f"train.batch_size / train.accumulate is {rows}; expected a multiple of mesh.data × "
+                          f"mesh.fsdp, {sizes['data'] * sizes['fsdp']}")
     return sizes
 
 
@@ -126,7 +127,7 @@ def inference_mesh(devices: int) -> Mesh | None:
     if devices == 1:
         return None
     if not 1 <= devices <= jax.device_count():
-        raise ConfigError(f"--devices is {devices}; expected 1 to {jax.device_count()}, the number of devices")
+        raise ConfigError(f"devices is {devices}; expected 1 to {jax.device_count()}, the number of devices")
     return jax.make_mesh((1, devices, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES),
                          devices=jax.devices()[:devices])
 
@@ -148,7 +149,7 @@ def report_mesh(mesh: Mesh, config: RunConfig) -> None:
     elif free in ("data", "fsdp"):
         remedy = (f"train.batch_size / train.accumulate is {config.train.batch_size // config.train.accumulate}; to "
                   f"use all, make it a multiple of {devices // (mesh.shape['tensor'] * mesh.shape['context'])}, or "
-                  "split each sequence with --mesh.context")
+                  "split each sequence with mesh.context")
     else:
         name, size = {"tensor": ("model.heads", config.model.heads),
                       "context": ("model.context", config.model.context)}[free]

@@ -65,7 +65,7 @@ class StallWatch:
             looked = now
             part, began = self._timing.part, max(self._timing.began, self._progressed)
             if part in WATCHED and (part != "evaluation" or self._evaluated) and now - began > self.limit:
-                said = f"no step has ended for {self.limit:,.0f} s (--distributed.stall-seconds)"
+                said = f"no step has ended for {self.limit:,.0f} s (distributed.stall_seconds)"
                 report_error(f"{said}. The stacks of all threads:")
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 self._end(said)

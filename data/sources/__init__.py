@@ -63,7 +63,7 @@ def open_source(source: str, *, split: str | None = None, column: str | None = N
             raise ConfigError(f"data.source: {source} ends in #{found[1]}=; expected #split=NAME, #column=NAME or "
                               "#encoding=NAME")
         if options[found[1]] not in (None, found[2]):
-            raise ConfigError(f"data.source: the {found[1]} in {source} differs from --{found[1]} {options[found[1]]}")
+            raise ConfigError(f"data.source: the {found[1]} in {source} differs from {found[1]} {options[found[1]]}")
         options[found[1]] = found[2]
         plain = plain[: found.start()]
     if options["encoding"] is not None:
@@ -144,7 +144,7 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
         (name, form), *_ = found.items()
         if len(found) == 1:
             raise ConfigError(f"data.source: {name} is {form.what}; expected Parquet, or text, JSON or CSV (also as "
-                              ".gz, .bz2, .xz or .zst; --encoding names another encoding than UTF-8)")
+                              ".gz, .bz2, .xz or .zst; encoding names another than UTF-8)")
         raise ConfigError(f"data.source: no text in {source}: none of its {len(found):,} files is text; {name} is "
                           f"{form.what}")
     chosen = _chosen_in_folder(source, read) if folder else read
@@ -190,5 +190,5 @@ def _check_options(source: str, selection: Selection, what: str, *names: str) ->
     """Raises :class:`ConfigError` if options are given that a source does not have."""
     for name in names:
         if getattr(selection, name) is not None:
-            raise ConfigError(f"--{name} {getattr(selection, name)}: {source} is {what} and has no {name}; leave it "
-                              "out")
+            raise ConfigError(f"{name} is {getattr(selection, name)}, but {source} is {what} and has no {name}; leave "
+                              "it out")

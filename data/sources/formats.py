@@ -136,7 +136,7 @@ def check_encoding(name: str) -> None:
             return
     except (LookupError, ValueError):
         pass
-    raise ConfigError(f"--encoding {name[:40]}: no such encoding; expected one that Python knows, such as latin-1, "
+    raise ConfigError(f"encoding is {name[:40]}: no such encoding; expected one that Python knows, such as latin-1, "
                       "cp1252, shift_jis or utf-16-le")
 
 
@@ -152,8 +152,8 @@ def check_utf8(path: Path, form: Format, text: bytes, end: int) -> None:
     count = texts.undecodable(text) if form.checked else 0
     if count > max(1, len(text) / 1000, min(end, texts.CHUNK_BYTES) / 1000):
         raise DataError(f"{path}: {count:,} sequences in {len(text):,} bytes are not valid UTF-8; name the encoding of "
-                        "the text with --encoding, such as --encoding latin-1, or #encoding= after the source "
-                        "(--encoding utf-8 reads them as U+FFFD)")
+                        "the text as encoding, such as latin-1, or with #encoding= after the source (utf-8 reads them "
+                        "as U+FFFD)")
 
 
 @contextlib.contextmanager

@@ -209,9 +209,9 @@ def check_column(source: str, column: str, types: dict[str, str]) -> None:
     if chats:
         raise ConfigError(f"data.source: {source} has chat messages in the column {chats[0]!r}, which are not "
                           "supported; write each conversation as one text in a column of its own"
-                          + (f", or choose one of {_listed(with_text)} with --column" if with_text else ""))
+                          + (f", or choose one of {_listed(with_text)} as column" if with_text else ""))
     if name is None:
-        choose = (f"choose one of {_listed(with_text)} with --column, or #column= after the source" if with_text else
+        choose = (f"choose one of {_listed(with_text)} as column, or #column= after the source" if with_text else
                   f"its columns are {_listed(types)}, and none has text")
         raise ConfigError(f"data.source: {source} has no column {column!r}; {choose}")
     if types[name] not in _TEXT_TYPES:

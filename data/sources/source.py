@@ -64,11 +64,11 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.val_documents is not None and self.val_share is not None:
-            raise ConfigError("--val-documents and --val-share are mutually exclusive")
+            raise ConfigError("val_documents and val_share are mutually exclusive")
         if self.val_documents is not None and self.val_documents < 1:
-            raise ConfigError(f"--val-documents is {self.val_documents}; expected a number above 0")
+            raise ConfigError(f"val_documents is {self.val_documents}; expected a number above 0")
         if self.val_share is not None and not 0 < self.val_share < 1:
-            raise ConfigError(f"--val-share is {self.val_share}; expected a fraction between 0 and 1, such as 0.005")
+            raise ConfigError(f"val_share is {self.val_share}; expected a fraction between 0 and 1, such as 0.005")
 
     @property
     def names_val(self) -> bool:

@@ -59,7 +59,7 @@ def _files(source: str, root: Path, files: dict[Path, Format], selection: Select
     largest, held_out, room = max(names, key=sizes.__getitem__), set(), total * (selection.val_share or VAL_FRACTION)
     if selection.val_documents is not None:
         if selection.val_documents >= len(names):
-            raise ConfigError(f"--val-documents is {selection.val_documents}; expected less than the {len(names)} "
+            raise ConfigError(f"val_documents is {selection.val_documents}; expected less than the {len(names)} "
                               f"files of {source}")
         held_out = set(by_hash[: selection.val_documents])
     elif 2 * sizes[largest] <= total:
@@ -85,8 +85,8 @@ def _files(source: str, root: Path, files: dict[Path, Format], selection: Select
 def _text_file(source: str, path: Path, form: Format, selection: Selection) -> Source:
     """Opens a single document, the end of which is held out."""
     if selection.val_documents is not None:
-        raise ConfigError(f"--val-documents: {source} is a single document; expected --val-share, which holds out its "
-                          "end")
+        raise ConfigError(f"val_documents is {selection.val_documents}, but {source} is a single document; expected "
+                          "val_share, which holds out its end")
     return _source(source, lambda: _with_held_out_end(path, form, selection), path.stat().st_size, form.plain,
                    state=file_state(path.parent, [path]))
 

@@ -35,7 +35,7 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
 
     Args:
         task: one of :func:`names`.
-        folder: ``--data-dir``, with the official release or other files of the task; None: generate or download.
+        folder: ``data.dir``, with the official release or other files of the task; None: generate or download.
         max_length: maximum number of tokens of a sequence; None: the task's.
         train_examples: size of ``train``, a random subset if there are more; None: the task's.
         val_examples: size of ``val``, and of ``test``; None: the task's.
@@ -47,10 +47,10 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
         DataError: files are missing or damaged, or a download failed.
     """
     module = _module(task)
-    asked = {"max-length": max_length, "train-examples": train_examples, "val-examples": val_examples}
+    asked = {"max_length": max_length, "train_examples": train_examples, "val_examples": val_examples}
     for name, value in asked.items():
         if value is not None and value < 1:
-            raise ConfigError(f"--data.{name} is {value}; expected a number above 0")
+            raise ConfigError(f"data.{name} is {value}; expected a number above 0")
     if seed < 0:
         raise ConfigError(f"seed is {seed}; expected at least 0")
     counts = {"train": train_examples, "val": val_examples, "test": val_examples}

@@ -18,7 +18,7 @@ BYTES = 257
 def check_length(task: str, max_length: int | None, least: int, most: int) -> None:
     """Raises :class:`ConfigError` unless the task supports the length."""
     if max_length is not None and not least <= max_length <= most:
-        raise ConfigError(f"--data.max-length is {max_length}; expected {least:,} to {most:,} for {task}")
+        raise ConfigError(f"data.max_length is {max_length}; expected {least:,} to {most:,} for {task}")
 
 
 def find(folder: Path, inside: str, names: Mapping[str, str], otherwise: str) -> dict[str, Path]:
@@ -37,10 +37,10 @@ def find(folder: Path, inside: str, names: Mapping[str, str], otherwise: str) ->
 def missing(folder: Path, expected: str, otherwise: str) -> DataError:
     """The error for a folder without the expected files."""
     if not folder.is_dir():
-        return DataError(f"--data-dir {folder}: no such folder; expected {expected}; {otherwise}")
+        return DataError(f"data.dir {folder}: no such folder; expected {expected}; {otherwise}")
     names = sorted(path.name for path in folder.iterdir())
     has = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "") if names else "nothing"
-    return DataError(f"--data-dir {folder}: expected {expected}; found {has}; {otherwise}")
+    return DataError(f"data.dir {folder}: expected {expected}; found {has}; {otherwise}")
 
 
 def check_label(source: object, place: str, label: float, classes: int) -> None:
@@ -52,8 +52,8 @@ def check_label(source: object, place: str, label: float, classes: int) -> None:
 def check_count(task: str, split: str, available: int, wanted: int | None) -> None:
     """Raises :class:`ConfigError` if a split has fewer examples than wanted."""
     if wanted is not None and wanted > available:
-        flag = "train-examples" if split == "train" else "val-examples"
-        raise ConfigError(f"--data.{flag} is {wanted}; expected at most {available:,}, the {split} split of {task}")
+        field = "train_examples" if split == "train" else "val_examples"
+        raise ConfigError(f"data.{field} is {wanted}; expected at most {available:,}, the {split} split of {task}")
 
 
 def choose(task: str, split: str, available: int, wanted: int | None, seed: int) -> Integer[np.ndarray, " N"]:

@@ -37,7 +37,7 @@ def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, in
     ``max_length`` is 1,024, or 256 or 64 for images downsampled by square means."""
     side = {None: SIDE, 1024: 32, 256: 16, 64: 8}.get(max_length)
     if side is None:
-        raise ConfigError(f"--data.max-length is {max_length}; expected 1,024, 256 or 64 for image")
+        raise ConfigError(f"data.max_length is {max_length}; expected 1,024, 256 or 64 for image")
     shades, labels = {}, {}
     for name, (pixels, found) in _pixels(folder).items():
         shades[name], labels[name] = shrink(grey(pixels), side), found
@@ -74,7 +74,7 @@ def shrink(shades_NYX: UInt8[np.ndarray, "N Y X"], side: int) -> UInt8[np.ndarra
 def _pixels(folder: Path | None) -> dict[str, tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]]:
     """Colours and labels of ``train`` and ``test``."""
     if folder is None:
-        found = hub_tables(HUB, _COLUMNS, otherwise=f"give --data-dir, a folder with {_EXPECTED}")
+        found = hub_tables(HUB, _COLUMNS, otherwise=f"give data.dir, a folder with {_EXPECTED}")
         return {split: _decoded(f"{split} of {HUB}", table) for split, table in found.items()}
     if (batches := images.cifar_batches(folder)) is not None:
         records = {split: images.cifar_records(paths) for split, paths in batches.items()}
@@ -83,7 +83,7 @@ def _pixels(folder: Path | None) -> dict[str, tuple[UInt8[np.ndarray, "N 32 32 3
     if tables is None:
         pickled = any((folder / name).exists() for name in ("cifar-10-batches-py", FILES["train"][0][:-4]))
         raise files.missing(folder, _EXPECTED, "download https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz "
-                            "(pickled batches are not read)" if pickled else "leave out --data-dir to download it from "
+                            "(pickled batches are not read)" if pickled else "leave out data.dir to download it from "
                             "the Hugging Face Hub")
     return {split: _decoded(f"{split} of {folder}", table) for split, table in tables.items()}
 

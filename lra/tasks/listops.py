@@ -73,7 +73,7 @@ def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, in
         splits, notes = _generated(max_length, {name: counts[name] or EXAMPLES[name] for name in EXAMPLES}, seed, cache)
     else:
         splits, notes = {}, ()
-        for name, path in files.find(folder, "listops-1000", FILES, "leave out --data-dir to generate ListOps").items():
+        for name, path in files.find(folder, "listops-1000", FILES, "leave out data.dir to generate ListOps").items():
             splits[name], remarks = _read(path, name, max_length, counts[name], seed)
             notes += remarks
     return dataset(splits, VOCABULARY, CLASSES, notes, baselines(splits["train"], splits["test"]))

@@ -526,8 +526,8 @@ def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
     near = dict.fromkeys(min(max(side, sides[0]), most) for side in (root, root + 1))
     squares = " or ".join(f"{side**2} ({side} x {side})" for side in near)
     why = (f"images of {task} are squares with sides of {sides[0]} to {most} pixels" if generated else
-           f"images of {task} in --data-dir have sides of {most} pixels and cannot be cropped")
-    raise ConfigError(f"--data.max-length is {pixels}; expected {squares}: {why}")
+           f"images of {task} in data.dir have sides of {most} pixels and cannot be cropped")
+    raise ConfigError(f"data.max_length is {pixels}; expected {squares}: {why}")
 
 
 def _baselines(splits: dict[str, Split], level: Level) -> dict[str, float]:
@@ -651,7 +651,7 @@ def _listed(root: Path) -> list[tuple[Path, int]]:
     tables = sorted((root / "metadata").glob("*.npy"))
     if not tables:
         raise DataError(f"{root}: expected metadata/*.npy and imgs/*/sample_*.png, as in lra_release.gz of the Long "
-                        "Range Arena; give its unpacked folder lra_release as --data-dir, or leave out --data-dir to "
+                        "Range Arena; give its unpacked folder lra_release as data.dir, or leave out data.dir to "
                         "generate images")
     listed = []
     for file in tables:

@@ -29,7 +29,7 @@ def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, in
     """The pairs of the official release, whose folder is required; see :func:`lra.tasks.load`. ``cache`` is not
     used."""
     if folder is None:
-        raise ConfigError("--data-dir is required for retrieval: the folder lra_release, unpacked from "
+        raise ConfigError("data.dir is required for retrieval: the folder lra_release, unpacked from "
                           f"{RELEASE}, with tsv_data/{', '.join(FILES.values())}")
     files.check_length("retrieval", max_length, 1, MAX_BYTES)
     splits, notes = {}, ()

@@ -50,7 +50,7 @@ def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, in
 def _reviews(folder: Path | None) -> tuple[dict[str, list[tuple[bytes, int]]], tuple[str, ...]]:
     """The text and the label of each review of ``train`` and ``test``."""
     tables = (parquet_tables(folder, _COLUMNS) if folder is not None else
-              hub_tables(HUB, _COLUMNS, otherwise=f"give --data-dir, a folder with {_EXPECTED}"))
+              hub_tables(HUB, _COLUMNS, otherwise=f"give data.dir, a folder with {_EXPECTED}"))
     if tables is not None:
         rows = {split: zip(*(table.column(name).to_pylist() for name in _COLUMNS), strict=True)
                 for split, table in tables.items()}
@@ -70,7 +70,7 @@ def _paths(folder: Path) -> dict[str, list[tuple[Path, int]]]:
                          for path in sorted((place / split / kind).glob("*.txt"))] for split in ("train", "test")}
         if all(paths.values()):
             return paths
-    raise files.missing(folder, _EXPECTED, "leave out --data-dir to download it from the Hugging Face Hub")
+    raise files.missing(folder, _EXPECTED, "leave out data.dir to download it from the Hugging Face Hub")
 
 
 def _files(paths: list[tuple[Path, int]]) -> Iterator[tuple[bytes, int]]:

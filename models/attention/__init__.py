@@ -27,8 +27,8 @@ def modes() -> dict[str, ModuleType]:
             if hasattr(module, "Config") and hasattr(module, "Attention")}
 
 
-def load(name: str, flag: str = "--attention") -> ModuleType:
-    """The mode with a name; the flag is for the message.
+def load(name: str, field: str = "model.attention") -> ModuleType:
+    """The mode with a name; the field is for the message.
 
     Raises:
         ConfigError: there is none.
@@ -36,7 +36,7 @@ def load(name: str, flag: str = "--attention") -> ModuleType:
     if name not in modes():
         close = difflib.get_close_matches(name, modes(), n=1)
         perhaps = f"; perhaps you meant {close[0]}" if close else ""
-        raise ConfigError(f"{flag} {name}: no such mode{perhaps}; expected one of {', '.join(modes())}")
+        raise ConfigError(f"{field} {name}: no such mode{perhaps}; expected one of {', '.join(modes())}")
     return modes()[name]
 
 

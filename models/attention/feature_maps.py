@@ -112,11 +112,11 @@ class FeatureOptions(RandomFeatures, WeightSumOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.feature_map == "taylor" and self.order == 1 and self.normalizes:
-            raise ConfigError(f"{self.flag('normalize')}: the weights of taylor of order 1 can be negative; expected "
-                              f"--{self.flag('normalize')} False, or --{self.flag('order')} 2")
+            raise ConfigError(f"{self.path('normalize')}: the weights of taylor of order 1 can be negative; expected "
+                              f"{self.path('normalize')} False, or {self.path('order')} 2")
         if self.feature_map == "identity" and self.normalizes:
-            raise ConfigError(f"{self.flag('normalize')}: the weights of identity can be negative; expected "
-                              f"--{self.flag('normalize')} False")
+            raise ConfigError(f"{self.path('normalize')}: the weights of identity can be negative; expected "
+                              f"{self.path('normalize')} False")
 
 
 def feature_width(options: FeatureOptions, head_width: int) -> int:

@@ -1,14 +1,13 @@
 """Layer options around a mode, and shared options of modes."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from support.errors import ConfigError
-from support.ranges import Natural, check_ranges
+from support.ranges import Natural, check_options
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,12 @@ class LayerOptions:
     """Options that this mode refuses, and why."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, self._name())
-        for option, values in _literals(type(self)).items():
-            if (value := getattr(self, option)) not in values:
-                raise ConfigError(f"{self.flag(option)} is {value!r}; expected one of {', '.join(map(str, values))}")
+        check_options(self, self._name())
         for option, reason in self.UNSUPPORTED_OPTIONS.items():
             if (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
-                raise ConfigError(f"{self.flag(option)} is {value}: {reason}; expected {default}")
+                raise ConfigError(f"{self.path(option)} is {value}: {reason}; expected {default}")
 
-    def flag(self, option: str) -> str:
+    def path(self, option: str) -> str:
         """Name of an option in messages."""
         return f"{self._name()}.{option}"
 
@@ -70,16 +66,3 @@ class WeightSumOptions(LayerOptions):
 def layer_options(options: Any) -> LayerOptions:
     """The layer options of a mode's ``Config``, or the defaults."""
     return options if isinstance(options, LayerOptions) else LayerOptions()
-
-
-@functools.cache
-def _literals(kind: type[LayerOptions]) -> dict[str, tuple[Any, ...]]:
-    """The allowed values of ``Literal`` options."""
-    hints = get_type_hints(kind)
-    found = {}
-    for field in fields(kind):
-        parts = [hints[field.name], *get_args(hints[field.name])]
-        named = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
-        if named:
-            found[field.name] = (*named, *((None,) if type(None) in parts else ()))
-    return found

@@ -69,8 +69,8 @@ class Config(LayerOptions):
         super().__post_init__()
         for option in ("short_conv", "qk_activation", "qk_norm"):
             if self.global_tokens and (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
-                raise ConfigError(f"{self.flag(option)} is {value}: global tokens have separate projections; expected "
-                                  f"{default}, or {self.flag('global_tokens')} 0")
+                raise ConfigError(f"{self.path(option)} is {value}: global tokens have separate projections; expected "
+                                  f"{default}, or {self.path('global_tokens')} 0")
 
 
 class Cache(NamedTuple):

@@ -46,8 +46,8 @@ class Config(WeightSumOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.degree % 2 and self.normalizes:
-            raise ConfigError(f"{self.flag('degree')} is {self.degree}: weights of an odd power can be negative; "
-                              f"expected an even one, or {self.flag('normalize')} False")
+            raise ConfigError(f"{self.path('degree')} is {self.degree}: weights of an odd power can be negative; "
+                              f"expected an even one, or {self.path('normalize')} False")
 
 
 class Attention(SelfAttention):
@@ -61,7 +61,7 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         if self.features > MOST_FEATURES:
-            raise ConfigError(f"{config.flag('degree')} is {config.degree}: heads of width {head_width} have "
+            raise ConfigError(f"{config.path('degree')} is {config.degree}: heads of width {head_width} have "
                               f"{self.features:,} features; expected at most {MOST_FEATURES:,}: use a lower degree or "
                               "a smaller model.head_width")
         self.forget = ForgetGate(width, heads, bias=FIRST_BIAS, rngs=rngs) if config.gate else None

@@ -78,10 +78,10 @@ def test_a_list_has_commas_between_and_each_element_once(words):
 
 def test_an_error_names_the_flag_of_the_benchmark(capsys):
     def measure(*_):
-        raise ConfigError("runs/a has another width; give another --run-dir")
+        raise ConfigError("runs/a has another width; choose another run_dir")
 
     assert report.Benchmark(measure, "benchmarks.any", Options)([]) == 2
-    assert capsys.readouterr().err == "benchmarks.any: runs/a has another width; give another --out\n"
+    assert capsys.readouterr().err == "benchmarks.any: runs/a has another width; choose another run_dir (--out)\n"
 
 
 @pytest.mark.parametrize(("words", "on", "others"), [

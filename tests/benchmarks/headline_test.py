@@ -42,7 +42,7 @@ def test_runs_and_page_are_kept(tmp_path, capsys):
     assert "softmax" in capsys.readouterr().out
     assert [load_run(out / mode).attention for mode in ("softmax", "chunked")] == ["softmax", "chunked"]
     assert headline.main([*tiny, "--model.width", "32", "--out", str(out)]) == 2
-    assert "another --out" in capsys.readouterr().err
+    assert "another run_dir (--out)" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):

@@ -179,7 +179,7 @@ def test_part_and_join_usage(rows, tmp_path):
     for part in ("0/3", "4/3", "3", "a/b", "1/0", "-1/3"):
         done = command(str(rows), "--out", str(tmp_path / "out"), f"--part={part}")
         assert done.returncode == 2
-        assert f"--part {part}: expected NUMBER/PARTS with a number from 1 to PARTS, such as 3/16" in done.stderr
+        assert f"part is {part}; expected NUMBER/PARTS with a number from 1 to PARTS, such as 3/16" in done.stderr
     assert command("--join", str(tmp_path / "out"), "--part", "1/2").returncode == 2
     assert command(str(rows), "--join", str(tmp_path / "out")).returncode == 2
     assert list(tmp_path.iterdir()) == [rows]

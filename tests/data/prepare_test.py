@@ -126,7 +126,7 @@ def test_too_little_text_for_two_splits(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n' + '{"text": "some words"}\n' * 10)
     for _ in range(2):  # nothing is done twice, or lost
-        with pytest.raises(ConfigError, match=r"--val-documents is 12; expected less than the 10 documents with text "
+        with pytest.raises(ConfigError, match=r"val_documents is 12; expected less than the 10 documents with text "
                                               r"of .*; delete the tokenized part, .*/\.out2\.partial, to start over"):
             prepare.prepare(str(rows), "bytes", tmp_path / "out2", val_documents=12, progress=False)
         assert len(json.loads((tmp_path / ".out2.partial" / "journal.json").read_text())["state"]["checksum"]) == 64
@@ -150,7 +150,7 @@ def test_progress_is_kept_by_time_too(tmp_path, monkeypatch):
 def test_the_folder_to_make_is_not_in_the_source(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     for source in (".", str(folder)):
-        with pytest.raises(ConfigError, match=r"--out .*/texts/deep/out is inside the source"):
+        with pytest.raises(ConfigError, match=r"out .*/texts/deep/out is inside the source"):
             prepare.prepare(source, "bytes", folder / "deep" / "out", progress=False)
     assert sorted(path.name for path in folder.iterdir()) == ["a.txt", "b.txt", "c.txt"]
 
@@ -447,9 +447,9 @@ def test_a_vocabulary_that_is_not_the_named_one_is_told(folder, tmp_path):
 
 
 def test_usage(folder, tmp_path):
-    for more, message in ((["--workers", "0"], "--workers 0: expected a number above 0"),
-                          (["--val-documents", "3"], "--val-documents is 3; "),
-                          (["--column", "a"], "--column a: ")):
+    for more, message in ((["--workers", "0"], "workers is 0; expected a number above 0 (--workers)"),
+                          (["--val-documents", "3"], "val_documents is 3; "),
+                          (["--column", "a"], "column is a, ")):
         done = command(str(folder), "--out", str(tmp_path / "out"), *more)
         assert done.returncode == 2
         assert message in done.stderr
@@ -462,7 +462,7 @@ def test_the_encoding_of_a_text_is_named_by_a_flag_or_in_the_source(tmp_path, mo
     failed = command(str(path), "--out", str(tmp_path / "out"))
     assert failed.returncode == 1
     assert f"data.prepare: {path}: 94 sequences in " in failed.stderr
-    assert "--encoding latin-1, or #encoding= after the source" in failed.stderr
+    assert "such as latin-1, or with #encoding= after the source" in failed.stderr
     assert command(str(path), "--out", str(tmp_path / "out"), "--encoding", "latin-1").returncode == 0
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["encoding"] == "latin-1"
     read = bytes(token for split in ("train", "val") for token in ids(tmp_path / "out", split) if token < 256)
@@ -472,14 +472,14 @@ def test_the_encoding_of_a_text_is_named_by_a_flag_or_in_the_source(tmp_path, mo
     assert ids(cached, "val") == ids(tmp_path / "out", "val")
     done = command(str(path), "--out", str(tmp_path / "other"), "--encoding", "no")
     assert done.returncode == 2
-    assert done.stderr.startswith("data.prepare: --encoding no: no such encoding; expected one that Python knows")
+    assert done.stderr.startswith("data.prepare: encoding is no: no such encoding; expected one that Python knows")
 
 
 def test_a_split_under_a_hundredth_of_the_tokens_is_told(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "1234"}\n' * 380)
     done = command(str(path), "--out", str(tmp_path / "out"))
-    assert "note: val has 10 tokens of 2 documents, 0.53% of all; data.prepare --val-share sets another" in done.stderr
+    assert "note: val has 10 tokens of 2 documents, 0.53% of all; val_share of data.prepare sets another" in done.stderr
     done = command(str(path), "--out", str(tmp_path / "more"), "--val-share", "0.01")
     assert "note: " not in done.stderr
 
@@ -506,19 +506,19 @@ def test_the_command(folder, tmp_path):
     assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
     wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("data.prepare: --tokenizer: no tokenizer 'byte'")
+    assert wrong.stderr.startswith("data.prepare: data.tokenizer: no tokenizer 'byte'")
     assert wrong.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["digits"], "digits is images; expected --tokenizer pixels"),
-    (["digits", "--part", "1/2"], "digits is images; expected --tokenizer pixels"),
-    *(([source, "--tokenizer", "pixels", "--part", "1/2"], "--part 1/2: --tokenizer pixels is for images, which are "
-       "prepared in one piece; leave out --part") for source in ("digits", "README.md")),
+    (["digits"], "digits is images; expected data.tokenizer pixels (--tokenizer)"),
+    (["digits", "--part", "1/2"], "digits is images; expected data.tokenizer pixels (--tokenizer)"),
+    *(([source, "--tokenizer", "pixels", "--part", "1/2"], "pixels is for images, which are prepared in one piece "
+       "(--part, --tokenizer)") for source in ("digits", "README.md")),
 ])
 def test_the_command_names_its_own_flags(tmp_path, capsys, arguments, told):
     assert prepare.main([*arguments, "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"data.prepare: {told}\n"
+    assert capsys.readouterr().err.endswith(f"{told}\n")
 
 
 def test_ensure_prepares_once_and_again_when_the_text_changes(folder, tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
         found = workers.encode(batches)
         next(found)
         workers._started[0][0].kill()
-        with pytest.raises(DataError, match=r"a tokenizing process ended \(exit code -9\).*fewer --workers"):
+        with pytest.raises(DataError, match=r"a tokenizing process ended \(exit code -9\).*fewer workers"):
             list(found)
 
 

@@ -143,7 +143,7 @@ def test_rows_selects_and_orders_the_modes(tmp_path, capsys):
     assert "| `linear` |" not in text
     assert "| Linear Transformer (LRA) |" in text
     assert table.main([*arguments, "--rows", "gated"]) == 2
-    assert "--rows gated: no run of it; expected softmax, linear, chunked" in capsys.readouterr().err
+    assert "rows has gated: no run of it; expected softmax, linear, chunked" in capsys.readouterr().err
 
 
 def test_the_seconds_of_training_are_those_of_the_metrics(tmp_path):

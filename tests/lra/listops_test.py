@@ -266,7 +266,7 @@ def test_what_the_release_must_have(release, tmp_path):
     (folder / "listops-1000" / "basic_test.tsv").unlink()
     with pytest.raises(DataError, match=r"expected basic_train\.tsv, basic_val\.tsv, .*found listops-1000"):
         read(folder)
-    with pytest.raises(DataError, match=r"no such folder.*leave out --data-dir"):
+    with pytest.raises(DataError, match=r"no such folder.*leave out data.dir"):
         read(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"--data\.max-length is 15; expected 16 to 4,000 for listops"):
+    with pytest.raises(ConfigError, match=r"data\.max_length is 15; expected 16 to 4,000 for listops"):
         load(max_length=15)

@@ -254,7 +254,7 @@ def test_guessing_by_the_distance_of_markers_is_told():
     ("pathfinder", 5000, Path("lra"), r"expected 1024 \(32 x 32\): .* cannot be cropped$"),
 ])
 def test_a_length_that_is_no_image_is_refused_with_the_nearest_that_are(task, max_length, folder, expected):
-    with pytest.raises(ConfigError, match=rf"--data\.max-length is {max_length}; {expected}"):
+    with pytest.raises(ConfigError, match=rf"data\.max_length is {max_length}; {expected}"):
         load(task, folder=folder, max_length=max_length)
 
 
@@ -297,7 +297,7 @@ def test_the_release_is_read(tmp_path):
     assert sorted(np.concatenate([*greys.values()])[:, 0]) == [*range(100)]
     assert (np.diff(greys["train"][:, 0]) != 1).any(), "not shuffled"
     assert data.notes == ()
-    with pytest.raises(ConfigError, match=r"--data\.val-examples is 12; expected at most 10, the val split"):
+    with pytest.raises(ConfigError, match=r"data\.val_examples is 12; expected at most 10, the val split"):
         load(folder=tmp_path, val_examples=12)
     few = load(folder=tmp_path, train_examples=7, val_examples=3)
     np.testing.assert_array_equal(few.splits["train"].tokens[0], data.splits["train"].tokens[0][:7])
@@ -337,7 +337,7 @@ def test_metadata_that_say_something_else_are_refused(tmp_path, line):
 
 
 def test_a_missing_folder_is_told_with_what_is_expected_there(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere.pathfinder32.*metadata/\*\.npy and imgs/\*/sample_.*--data-dir"):
+    with pytest.raises(DataError, match=r"nowhere.pathfinder32.*metadata/\*\.npy and imgs/\*/sample_.*data\.dir"):
         load(folder=tmp_path / "nowhere")
 
 

@@ -50,7 +50,7 @@ def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match=r"no task 'lisops'; perhaps you meant listops; expected one of "):
         load("lisops", None)
     for name, value in (("max_length", 0), ("train_examples", -1), ("val_examples", 0)):
-        with pytest.raises(ConfigError, match=rf"--data\.{name.replace('_', '-')} is {value}; expected a number"):
+        with pytest.raises(ConfigError, match=rf"data\.{name} is {value}; expected a number"):
             load("listops", None, **{name: value})
     with pytest.raises(ConfigError, match="seed is -1"):
         load("listops", None, seed=-1)
@@ -127,9 +127,9 @@ def test_text_is_cut_and_chosen_by_the_seed(reviews):
     assert load("text", folder / "original").checksum == data.checksum
     other = load("text", folder / "original", seed=1)
     assert set(examples(other.splits["val"])) != set(examples(data.splits["val"]))
-    for option, message in (({"train_examples": 91}, r"--data\.train-examples is 91; expected at most 90"),
-                            ({"val_examples": 11}, r"--data\.val-examples is 11; expected at most 10"),
-                            ({"max_length": 10**6}, r"--data\.max-length is 1000000; expected 1 to 65,536")):
+    for option, message in (({"train_examples": 91}, r"data\.train_examples is 91; expected at most 90"),
+                            ({"val_examples": 11}, r"data\.val_examples is 11; expected at most 10"),
+                            ({"max_length": 10**6}, r"data\.max_length is 1000000; expected 1 to 65,536")):
         with pytest.raises(ConfigError, match=message):
             load("text", folder / "original", **option)
 
@@ -165,7 +165,7 @@ def test_broken_reviews(tmp_path):
 @pytest.mark.parametrize(("task", "expected"), [("text", "aclImdb/"), ("image", "cifar-10-batches-bin")])
 def test_a_folder_without_the_files_and_a_hub_that_is_not_there(task, expected, tmp_path, no_network):
     (tmp_path / "listops-1000").mkdir()
-    with pytest.raises(DataError, match=f"expected {expected}.*found listops-1000; leave out --data-dir to down"):
+    with pytest.raises(DataError, match=f"expected {expected}.*found listops-1000; leave out data.dir to down"):
         load(task, tmp_path)
     with pytest.raises(DataError, match=f"no such folder; expected {expected}"):
         load(task, tmp_path / "nowhere")
@@ -173,7 +173,7 @@ def test_a_folder_without_the_files_and_a_hub_that_is_not_there(task, expected, 
         load(task, None)
     message = str(error.value)
     assert "cannot be downloaded from the Hugging Face Hub" in message
-    assert f"give --data-dir, a folder with {expected}" in message
+    assert f"give data.dir, a folder with {expected}" in message
     assert "\n" not in message
 
 
@@ -227,7 +227,7 @@ def test_retrieval_cuts_at_4000_tokens_or_10000_bytes(pairs):
     assert (b"x" * 4000, b"y" * 3999, 1) in examples(load("retrieval", folder).splits["val"])
     longer = load("retrieval", folder, max_length=10_000, train_examples=1)
     assert (b"x" * 10_000, b"y" * 3999, 1) in examples(longer.splits["val"])
-    with pytest.raises(ConfigError, match=r"--data\.max-length is 10001; expected 1 to 10,000 for retrieval"):
+    with pytest.raises(ConfigError, match=r"data\.max_length is 10001; expected 1 to 10,000 for retrieval"):
         load("retrieval", folder, max_length=10_001)
 
 
@@ -256,7 +256,7 @@ def test_what_retrieval_must_have(pairs, tmp_path):
     (folder / "tsv_data" / "new_aan_pairs.test.tsv").unlink()
     with pytest.raises(DataError, match=r"expected new_aan_pairs\.train\.tsv, .*tsv_data; found tsv_data; unpack "):
         load("retrieval", folder)
-    with pytest.raises(ConfigError, match="--data-dir is required for retrieval: the folder lra_release"):
+    with pytest.raises(ConfigError, match=r"data\.dir is .*the folder lra_release"):
         load("retrieval", None)
 
 
@@ -338,9 +338,9 @@ def test_fewer_and_smaller_images(cifar):
     possible = {row.tobytes() for row in (np.rint(means).astype(np.uint16) + 1).reshape(-1, 256)}
     assert {row.tobytes() for row in data.splits["train"].tokens[0]} <= possible
     assert set(data.splits["train"].lengths[0]) == {256}
-    with pytest.raises(ConfigError, match=r"--data\.max-length is 100; expected 1,024, 256 or 64 for image"):
+    with pytest.raises(ConfigError, match=r"data\.max_length is 100; expected 1,024, 256 or 64 for image"):
         load("image", folder / "copy", max_length=100)
-    with pytest.raises(ConfigError, match=r"--data\.train-examples is 91; expected at most 90"):
+    with pytest.raises(ConfigError, match=r"data\.train_examples is 91; expected at most 90"):
         load("image", folder / "copy", train_examples=91)
 
 

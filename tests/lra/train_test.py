@@ -212,7 +212,7 @@ def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_re
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--attention", "sofmax"], "--attention sofmax: no such mode; perhaps you meant softmax"),
+    (["--attention", "sofmax"], "model.attention sofmax: no such mode; perhaps you meant softmax"),
     (["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an enc"),
     (["--preset", "best"], "--preset"),
     (["--model.widht", 3], "unknown flag --model.widht; perhaps you meant --model.width"),
@@ -221,9 +221,9 @@ def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_re
     (["--model.towers", 2], "model.towers is 2; expected 1 for the task fake"),
     (["--model.context", 9, "--data.max-length", 12], "model.context is 9 and data.max_length 12; give only"),
     (["--attention", "chunked", "--model.modes.chunked.chunk-size", 7],
-     "--attention chunked: with these options it is causal and cannot be an encoder; leave out form, kernel"),
+     "model.attention chunked: with these options it is causal and cannot be an encoder; expected no form"),
     (["--attention", "linear,"], "model.attention is 'linear,'; expected modes separated by commas"),
-    (["--model.context", 9], "sequences of the task fake have up to 12 tokens: set --data.max-length"),
+    (["--model.context", 9], "sequences of the task fake have up to 12 tokens: set data.max_length"),
     (["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a classifier run"),
     (["--optimizer.epsilon", 0], "optimizer.epsilon is 0; expected a number above 0"),
     (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
@@ -244,10 +244,10 @@ def test_data_that_cannot_be_had_end_in_their_message(recipe, tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--data.task", "other"], "is a run with data.task fake, not other; give another --run-dir"),
-    (["--model.width", 16], "is a run with model.width 8, not 16; give another --run-dir"),
-    (["--model.dropout", 0], "is a run with model.dropout 0.25, not 0.0; give another --run-dir"),
-    (["--train.seed", 1], "is a run with train.seed 0, not 1; give another --run-dir"),
+    (["--data.task", "other"], "is a run with data.task fake, not other; choose another run_dir"),
+    (["--model.width", 16], "is a run with model.width 8, not 16; choose another run_dir"),
+    (["--model.dropout", 0], "is a run with model.dropout 0.25, not 0.0; choose another run_dir"),
+    (["--train.seed", 1], "is a run with train.seed 0, not 1; choose another run_dir"),
 ])
 def test_the_run_of_another_task_or_model_is_left_alone(recipe, run_dir, capsys, arguments, message):
     before = contents(run_dir)

@@ -158,7 +158,7 @@ def test_bfloat16_is_close_to_float32():
     ({"mlp_width": 0}, "model.mlp_width is 0"),
     ({"towers": 3}, "model.towers is 3"),
     ({"dropout": -0.1}, "model.dropout is -0.1; expected at least 0, and less than 1"),
-    ({"attention": ("local",)}, "model.pooling is cls, but with --attention local the CLS token attends"),
+    ({"attention": ("local",)}, "model.pooling is cls, but with model.attention local the CLS token attends"),
 ])
 def test_what_does_not_go_together_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):

@@ -222,8 +222,8 @@ def test_what_is_left_open_is_resolved():
     ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16"),
     ({"layers": 0}, "model.layers is 0; expected at least 1"),
     ({"positions": "rotary", "width": 6}, "model.positions is rotary and the head width 3; expected an even"),
-    ({"attention": ("sofmax",)}, "--attention sofmax: no such mode; perhaps you meant softmax; expected one of"),
-    ({"attention": ("zzz",)}, "--attention zzz: no such mode; expected one of bigbird"),
+    ({"attention": ("sofmax",)}, "model.attention sofmax: no such mode; perhaps you meant softmax; expected one of"),
+    ({"attention": ("zzz",)}, "model.attention zzz: no such mode; expected one of bigbird"),
     ({"attention": ()}, "model.attention is empty"),
     ({"modes": {"softmax": {"shape": 1}}}, "model.modes.softmax.shape: no such option; softmax has form"),
 ])

@@ -131,16 +131,16 @@ def test_a_head_need_not_be_its_share_of_the_width():
 
 @pytest.mark.parametrize(("mode", "options", "expected"), [
     ("softmax", {"short_conv": -1}, "at least 0"),
-    ("softmax", {"qk_norm": "l1"}, "one of none, l2, rms"),
+    ("softmax", {"qk_norm": "l1"}, "none, l2 or rms"),
     ("reformer", {"qk_norm": "l2"}, "none"),
     ("synthesizer", {"short_conv": 4}, "0"),
     ("linformer", {"short_conv": 4}, "0"),
     ("longformer", {"qk_norm": "rms"}, "none, or model.modes.longformer.global_tokens 0"),
     ("window", {"window": 0}, "at least 1"),
     ("power", {"degree": 3}, "an even one, or model.modes.power.normalize False"),
-    ("chunked", {"feature_map": "identity"}, "--model.modes.chunked.normalize False"),
-    ("gated", {"decay": "none"}, "one of input, fixed"),
-    ("gated_delta", {"qk_norm": "rms"}, "one of none, l2"),
+    ("chunked", {"feature_map": "identity"}, "model.modes.chunked.normalize False"),
+    ("gated", {"decay": "none"}, "input or fixed"),
+    ("gated_delta", {"qk_norm": "rms"}, "none or l2"),
     ("gated_delta", {"chunk_size": 0}, "at least 1"),
     ("reformer", {"rounds": 0}, "at least 1"),
     ("reformer", {"chunk_size": 0}, "at least 1"),
@@ -160,7 +160,7 @@ def test_a_head_need_not_be_its_share_of_the_width():
     ("longformer", {"window": 0}, "at least 1"),
     ("longformer", {"global_tokens": -1}, "at least 0"),
     ("synthesizer", {"k": 0}, "at least 1"),
-    ("synthesizer", {"kind": "Random"}, "one of random, factorised, dense"),
+    ("synthesizer", {"kind": "Random"}, "random, factorised or dense"),
 ])
 def test_options_that_cannot_be(mode, options, expected, monkeypatch):
     """The message has the first option, its value and what was expected."""
@@ -202,8 +202,8 @@ def test_models_that_cannot_be(changes, message):
 
 @pytest.mark.parametrize(("mode", "options", "message"), [
     ("softmax", {"short_conv": 4}, "model.modes.softmax.short_conv is 4; expected 0 in an encoder"),
-    ("softmax", {"forget_gate": True}, "--attention softmax: with these options it is causal"),
-    ("gated", {}, "--attention gated: it is causal and cannot be an encoder; expected one of bigbird, chunked"),
+    ("softmax", {"forget_gate": True}, "model.attention softmax: with these options it is causal"),
+    ("gated", {}, "model.attention gated: it is causal and cannot be an encoder; expected one of bigbird, chunked"),
 ])
 def test_encoders_that_cannot_be(mode, options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -101,7 +101,7 @@ def test_a_config_names_its_kind(recipe, tmp_path, monkeypatch):
     (2, ["--data.val-utterances", 0], "data.val_utterances is 0; expected at least 1"),
     (2, ["--model.context", 8], "model.context is 8; expected at least 52 for synthetic utterances"),
     (2, ["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an encoder"),
-    (1, ["--data.corpus", "audio", "--data-dir", "nowhere"], "--data-dir nowhere: no such folder; expected train*"),
+    (1, ["--data.corpus", "audio", "--data-dir", "nowhere"], "data.dir nowhere: no such folder; expected train*"),
 ])
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, code, arguments, message):
     assert message in refused(capsys, code, recipe, "--run-dir", tmp_path / "run", *arguments)

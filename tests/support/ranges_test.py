@@ -10,7 +10,7 @@ from configs.schema import Config, EncoderConfig, LraConfig, ModelConfig, Speech
 from models import attention
 from support.errors import ConfigError
 from support.flags import checked_flags, flag_types
-from support.ranges import NAMES, Count, Positive, ProperFraction, Seconds, Seed, check_ranges, members
+from support.ranges import NAMES, Count, Positive, ProperFraction, Seconds, Seed, check_options, members
 from training.processes import Distributed
 
 pytestmark = pytest.mark.fast
@@ -39,13 +39,13 @@ class Options:
 ])
 def test_what_is_out_of_range_is_named(field, value, expected):
     with pytest.raises(ConfigError) as error:
-        check_ranges(Options(**{field: value}), "group")
+        check_options(Options(**{field: value}), "group")
     assert str(error.value) == f"group.{field} is {value}; expected {expected}"
 
 
 def test_the_limits_are_allowed():
-    check_ranges(Options(steps=2**31 - 1, seed=2**32 - 1, number=-2**31 + 1, rate=1, wait=1e6, any=-3e38), "group")
-    check_ranges(Options(steps=None, rate=1e-30, dropout=0.999), "group")
+    check_options(Options(steps=2**31 - 1, seed=2**32 - 1, number=-2**31 + 1, rate=1, wait=1e6, any=-3e38), "group")
+    check_options(Options(steps=None, rate=1e-30, dropout=0.999), "group")
 
 
 def everything():
@@ -79,4 +79,4 @@ def test_the_numbers_of_a_config_are_checked_wherever_they_come_from():
             for field in dataclasses.fields(options):
                 if f"--{field.name.replace('_', '-')}" in numbers:
                     with pytest.raises(ConfigError, match=rf"^{group.name}\.{field.name} is nan; expected"):
-                        check_ranges(dataclasses.replace(options, **{field.name: math.nan}), group.name)
+                        check_options(dataclasses.replace(options, **{field.name: math.nan}), group.name)

@@ -365,7 +365,7 @@ def test_a_run_whose_folder_is_renamed_is_saved_there(recipe, tmp_path, capsys, 
     assert tiny.run(*command, "--run-dir", folder) == 1
     last = 2 if every == 2 else 3
     assert (f"{folder} was renamed to {there} while it trained. Step {last} is saved in {there}; repeat the command "
-            f"with --run-dir {there} to resume") in capsys.readouterr().err
+            f"with run_dir {there} to resume") in capsys.readouterr().err
     assert not folder.exists()
     assert tiny.saved_steps(there) == [last]
     assert [line["step"] for line in tiny.lines(there, "train")] == [*range(1, last + 1)]
@@ -386,7 +386,7 @@ def test_a_run_whose_folder_is_deleted_is_saved_beside_it(recipe, tmp_path, caps
     command = (recipe, "--train.steps", 6)
     assert tiny.run(*command, "--run-dir", folder) == 1
     assert (f"{folder} was deleted, or moved to another file system, while it trained. Step 3 is saved in {there}; "
-            f"repeat the command with --run-dir {there} to resume") in capsys.readouterr().err
+            f"repeat the command with run_dir {there} to resume") in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     assert (folder / "metrics.jsonl").read_text() == "of another run"
     monkeypatch.undo()
@@ -528,7 +528,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_pa
     assert "Traceback" not in err
     last = tiny.lines(folder, "train")[-1]["step"]
     assert f"step {last}: the " in err
-    assert " is not finite. The last good checkpoint is step 4; try a lower --optimizer.learning-rate" in err
+    assert " is not finite. The last good checkpoint is step 4; try a lower optimizer.learning_rate" in err
     assert tiny.saved_steps(folder) == [2, 4]
     for name, array in tiny.arrays(folder, 4).items():
         np.testing.assert_array_equal(array, saved[name])

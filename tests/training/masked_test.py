@@ -162,7 +162,7 @@ def test_a_run_is_drawn_and_other_commands_refuse_it(recipe: Path, run: Path, tm
 
 
 @pytest.mark.parametrize(("flags", "told"), [
-    (("--attention", "gated"), "--attention gated: it is causal and cannot be an encoder"),
+    (("--attention", "gated"), "model.attention gated: it is causal and cannot be an encoder"),
     (("--attention", "linear", "--data.packing", "documents"), "attention mode 'linear' cannot separate the documents"),
     (("--model.pooling", "mean"), "model.pooling is mean; expected none for a masked-language-model run"),
     (("--model.towers", 2), "model.towers is 2; expected 1"),

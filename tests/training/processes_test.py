@@ -163,7 +163,7 @@ def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
     end = ends["stuck worker"]
     assert end.codes[0] == 1
     assert end.seconds[0] < 60
-    assert "no step has ended for 5 s (--distributed.stall-seconds). The stacks of all threads:" in end.errors[0]
+    assert "no step has ended for 5 s (distributed.stall_seconds). The stacks of all threads:" in end.errors[0]
     assert "in record" in end.errors[0]  # where process 0 waits for the step
 
     end = ends["stopped worker"]
@@ -192,7 +192,7 @@ def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
 
     end = ends["other folder"]
     assert end.codes == (2, 2), end.errors
-    assert "on process 1 is not the folder of process 0; expected a --run-dir that all processes share" in end.errors[0]
+    assert "on process 1 is not the folder of process 0; expected a run_dir that all processes share" in end.errors[0]
 
 
 @pytest.mark.fast
@@ -205,12 +205,12 @@ def test_only_fields_that_differ_are_named_with_their_values_and_processes():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("flags", "said"), [
-    (Distributed(coordinator="a:1"), r"expected --distributed.processes and --distributed.process beside "
-                                     r"--distributed.coordinator$"),
-    (Distributed(process=0), "expected --distributed.coordinator and --distributed.processes beside"),
-    (Distributed("a", 2, 0), "--distributed.coordinator is a; expected HOST:PORT"),
-    (Distributed("a:70000", 2, 0), "--distributed.coordinator is a:70000; expected HOST:PORT"),
-    (Distributed("a:1", 2, 2), "--distributed.process is 2; expected 0 to 1: there are 2 processes"),
+    (Distributed(coordinator="a:1"), r"expected distributed.processes and distributed.process beside "
+                                     r"distributed.coordinator$"),
+    (Distributed(process=0), "expected distributed.coordinator and distributed.processes beside"),
+    (Distributed("a", 2, 0), "distributed.coordinator is a; expected HOST:PORT"),
+    (Distributed("a:70000", 2, 0), "distributed.coordinator is a:70000; expected HOST:PORT"),
+    (Distributed("a:1", 2, 2), "distributed.process is 2; expected 0 to 1: there are 2 processes"),
     (Distributed("a:1", 0, 0), "distributed.processes is 0; expected at least 1"),
     (Distributed(wait_seconds=0), "distributed.wait_seconds is 0; expected a number above 0"),
     (Distributed(wait_seconds=float("nan")), "distributed.wait_seconds is nan; expected a number above 0"),

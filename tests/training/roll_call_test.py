@@ -47,13 +47,13 @@ def test_those_that_do_not_come_are_named_to_all(address):
     assert sorted(errors) == [0, 2]
     for error in errors.values():
         assert isinstance(error, TrainingError)
-        assert "processes 1, 3 did not come within 1 s (--distributed.wait-seconds), of 4 processes" in str(error)
+        assert "processes 1, 3 did not come within 1 s (distributed.wait_seconds), of 4 processes" in str(error)
 
 
 def test_a_process_0_that_does_not_come_is_named(address):
     errors = call(address, {1: 2}, 0.5)
     assert isinstance(errors[1], TrainingError)
-    assert f"process 0 did not come within 0.5 s (--distributed.wait-seconds): nothing answers at {address}" in str(
+    assert f"process 0 did not come within 0.5 s (distributed.wait_seconds): nothing answers at {address}" in str(
         errors[1])
 
 

@@ -191,23 +191,6 @@ def config_of(mesh: MeshConfig, *, context: int = 1024, **train: Any) -> Config:
 
 
 @pytest.mark.usefixtures("_meshes_are_shapes")
-@pytest.mark.parametrize(("mesh", "train", "message"), [
-    (MeshConfig(fsdp=1000), {}, "mesh.fsdp × mesh.tensor × mesh.context is 1000; expected 1 to 8"),
-    (MeshConfig(data=1000), {}, "is 1000; expected 1 to 8, the number of devices"),
-    (MeshConfig(tensor=0), {}, "mesh.fsdp × mesh.tensor × mesh.context is 0"),
-    (MeshConfig(data=0), {}, "is 0; expected 1 to 8"),
-    (MeshConfig(data=-1, fsdp=-1), {}, "mesh.data and mesh.fsdp are both -1"),
-    (MeshConfig(data=2, fsdp=2), {}, "is 4, which leaves 4 of 8 devices idle"),
-    (MeshConfig(data=1, tensor=8), {}, "mesh.tensor is 8, which does not divide model.heads, 12"),
-    (MeshConfig(data=1, context=8), {"context": 1020}, "mesh.context is 8, which does not divide model.context, 1020"),
-    (MeshConfig(data=8), {"batch_size": 12}, r"train.batch_size / train.accumulate is 12, which mesh.data × mesh.fsdp"),
-])
-def test_a_mesh_that_does_not_fit_is_refused(mesh, train, message):
-    with pytest.raises(ConfigError, match=message):
-        make_mesh(config_of(mesh, **train), DEVICES)
-
-
-@pytest.mark.usefixtures("_meshes_are_shapes")
 def test_a_mesh_without_devices_of_a_process_is_refused():
     devices: Any = [types.SimpleNamespace(process_index=n // 2) for n in range(8)]
     with pytest.raises(ConfigError, match=r"the mesh has 4 of 8 devices, and none of process 2, 3: train.batch_size / "

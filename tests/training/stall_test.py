@@ -28,7 +28,7 @@ def test_a_step_that_does_not_end_ends_the_process_with_all_stacks(capfd, part):
     stalled, said, ended = watch(part, 100, 101)
     with stalled:
         assert ended.wait(20)
-    assert said == ["no step has ended for 100 s (--distributed.stall-seconds)"]
+    assert said == ["no step has ended for 100 s (distributed.stall_seconds)"]
     err = capfd.readouterr().err
     assert "The stacks of all threads" in err
     assert "test_a_step_that_does_not_end" in err

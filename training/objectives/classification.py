@@ -81,7 +81,7 @@ def check_data(config: LraConfig, dataset: Dataset) -> None:
             raise ConfigError(f"model.{name} is {value}; expected {expected} for the task {task}")
     if longest > model.context:
         raise ConfigError(f"model.context is {model.context}; sequences of the task {task} have up to {longest:,} "
-                          f"tokens: set --data.max-length, which sets the context")
+                          f"tokens: set data.max_length, which sets the context")
 
 
 def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int) -> Examples:

@@ -45,7 +45,7 @@ def test_folders_of_save_to_disk_are_read_through_datasets(tmp_path):
         tmp_path / "several")
     assert documents(str(tmp_path / "several")) == [
         *(("train", b"row %d" % row) for row in range(5)), ("val", b"row 7")]
-    with pytest.raises(ConfigError, match=r"one has no column 'body'; choose one of Text with --column"):
+    with pytest.raises(ConfigError, match=r"one has no column 'body'; choose one of Text as column"):
         documents(str(tmp_path / "one"), column="body")
     with pytest.raises(ConfigError, match=rf"has a folder of save_to_disk, {tmp_path}/one; give that folder"):
         open_source(str(tmp_path))

@@ -236,7 +236,7 @@ def test_folders_and_sources_that_have_no_images(tmp_path, monkeypatch):
             ensure(DataConfig(source=source, tokenizer="pixels"))
     with pytest.raises(ConfigError, match=r"digits is images; expected data\.tokenizer pixels"):
         ensure(DataConfig(source="digits", tokenizer="bytes"))
-    with pytest.raises(ConfigError, match=r"--val-share 0\.1: digits is images, whose splits are fixed"):
+    with pytest.raises(ConfigError, match=r"val_share is 0\.1, but digits is images, whose splits are fixed"):
         prepare.prepare("digits", "pixels", tmp_path / "tokens", val_share=0.1)
     with pytest.raises(ConfigError, match="the tokenizer pixels is of images"):
         tokenizers.load("pixels")

@@ -70,8 +70,8 @@ def test_linked_folders_are_read_once(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"val_share": 1.5}, "--val-share is 1.5; expected a fraction between 0 and 1"),
-    ({"val_documents": 0}, "--val-documents is 0; expected a number above 0"),
+    ({"val_share": 1.5}, "val_share is 1.5; expected a fraction between 0 and 1"),
+    ({"val_documents": 0}, "val_documents is 0; expected a number above 0"),
     ({"val_documents": 1, "val_share": 0.1}, "are mutually exclusive"),
     ({"val_documents": 1}, "is a single document"),
     ({"column": "body"}, "a.txt is text and has no column"),
@@ -92,13 +92,13 @@ def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
                           "a.jsonl#row=3": "expected #split=NAME, #column"}.items():
         with pytest.raises(ConfigError, match=message):
             open_source(f"{tmp_path}/{name}")
-    with pytest.raises(ConfigError, match=r"the column in .* differs from --column b"):
+    with pytest.raises(ConfigError, match=r"the column in .* differs from column b"):
         open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
 
 
 def test_parquet_has_no_encoding(tmp_path):
     write_parquet(tmp_path / "a.parquet", [b"a", b"b"])
-    with pytest.raises(ConfigError, match=r"--encoding latin-1: .*a\.parquet is Parquet and has no encoding"):
+    with pytest.raises(ConfigError, match=r"encoding is latin-1, .*a\.parquet is Parquet and has no encoding"):
         open_source(str(tmp_path / "a.parquet"), encoding="latin-1")
 
 

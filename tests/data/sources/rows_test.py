@@ -182,7 +182,7 @@ def test_csv_and_tsv_are_rows(tmp_path):
     assert [text for _, text in documents(f"{tmp_path}/b.tsv")] == [b"one, two", b"three, 4"]
     assert [text for _, text in documents(f"{tmp_path}/c.csv")] == [b"a,b", b"c,d"]
     assert [text for _, text in documents(f"{tmp_path}/c.csv#column=ID")] == [b"1", b"2"]
-    with pytest.raises(ConfigError, match=r"c\.csv has no column 'body'; choose one of id, text with --column"):
+    with pytest.raises(ConfigError, match=r"c\.csv has no column 'body'; choose one of id, text as column"):
         documents(f"{tmp_path}/c.csv", column="body")
     (tmp_path / "d.tsv").write_text('id\ttext\n1\t"one\n' + "2\ttwo\n" * 9)
     with pytest.raises(DataError, match=r"d\.tsv: a row after byte 8 cannot be read: unexpected end of data"):
