@@ -100,11 +100,8 @@ def check(options: Options) -> None:
 
 @dataclass(frozen=True)
 class RenderedPage:
-    """The contents of a page."""
-
     comparison: comparison.Comparison
     figures: Sequence[Figure]
-    """Figures of the study."""
     title: str
     """Title of the page. Empty: the modes compared."""
     left_out: int

@@ -14,8 +14,6 @@ from comparison.verdict import verdict
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs and their comparison."""
-
     runs: tuple[Run, ...]
     """In the given order; their names are unique."""
     setups: tuple[Setup, ...]
@@ -24,7 +22,6 @@ class Comparison:
     """Summary: the lowest set-up at equal steps and at equal training time, and where curves cross; or why there is no
     comparison. Empty for a single set-up."""
     remarks: tuple[str, ...]
-    """Warnings about the comparison."""
     columns: tuple[Column, ...]
     """Columns of the table in which any row has a value."""
     rows: tuple[Row, ...]
@@ -52,7 +49,6 @@ class Comparison:
 
     @property
     def default_title(self) -> str:
-        """The modes compared."""
         return "Runs compared: " + "; ".join(dict.fromkeys(run.attention for run in self.runs))
 
 

@@ -18,12 +18,9 @@ Columns = dict[str, np.ndarray]
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm",
            "tokens_per_second", "bits_per_byte", "bits_per_dimension", "accuracy", "error_rate", "peak_bytes",
            "flops")
-"""The fields to read."""
 STEP, LOSS, SPEED = (COLUMNS.index(name) for name in ("step", "loss", "tokens_per_second"))
 MAX_POINTS = 500
-"""Most lines kept of a curve."""
 MAX_MEANS = 250
-"""Most means kept of a curve."""
 MAX_STEP = 10**9
 """A line with a larger step is damaged."""
 SPEED_BINS = 1000
@@ -62,7 +59,6 @@ class Curve:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every line is kept."""
         return self.lines <= MAX_POINTS
 
 
@@ -209,7 +205,6 @@ class _Thinner:
             extreme[buckets] = np.where(stays[:, None], old, new)
 
     def curve(self) -> Curve:
-        """The curve of the rows so far."""
         lines = int(self.lines.sum())
         if not lines:
             return Curve(without_step=self.without_step)

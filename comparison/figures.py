@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -18,7 +19,18 @@ from comparison.curves import mean_curve
 from comparison.paired import PairedDifference, missing_text, paired_difference, steps_text
 from comparison.picture import MAX_LEGEND, drawing, legend_below, plain, saved
 from comparison.remarks import short_seeds
-from comparison.runs import AXES, MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
+from comparison.runs import (
+    AXES,
+    MAX_DISTINCTIONS,
+    Run,
+    differing,
+    distinctions,
+    group,
+    group_by,
+    is_of,
+    scored,
+    value_text,
+)
 from comparison.statistics import mean_interval
 from comparison.style import DASHES, colour, dashes
 from comparison.verdict import verdict
@@ -34,8 +46,6 @@ MAX_TICKS = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis of a figure."""
-
     title: str
     kind: Literal["linear", "log", "category"] = "linear"
     """category: values are texts, in the order of their first point."""
@@ -48,7 +58,6 @@ class Point:
     x: float | str
     """Position on the axis; a text on an axis of categories."""
     y: float
-    """The mean."""
     interval: tuple[float, float] | None
     """Its 95 % interval over the seeds; None for a single seed."""
     runs: tuple[str, ...]
@@ -81,11 +90,8 @@ class Figure:
     """Title of the vertical axis, with its unit."""
     lines: tuple[Line, ...]
     headings: tuple[str, ...]
-    """Headings of the table."""
     rows: tuple[tuple[str, ...], ...]
-    """The table's cells as texts."""
     remarks: tuple[str, ...] = ()
-    """Sentences: results and caveats."""
     zero: bool = False
     """Whether to draw a line at zero, for differences."""
 
@@ -108,6 +114,10 @@ class Figure:
         return [colour(line.attention if attentions[:i].count(line.attention) < len(DASHES) else line.label)
                 for i, line in enumerate(self.lines)]
 
+    def named(self, prefix: object) -> "Figure":
+        """The figure with a prefix of its name, so that a study can have several of a kind."""
+        return replace(self, name=f"{prefix}-{self.name}")
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON values, with full precision; null for a point without an interval."""
         return {
@@ -121,7 +131,6 @@ class Figure:
         }
 
     def as_markdown(self) -> str:
-        """Title, table and remarks."""
         table = [self.headings, ["---"] * len(self.headings), *self.rows] if self.rows else []
         return "\n".join([
             f"## {self.title}", "",
@@ -159,14 +168,67 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
     Raises:
         ConfigError: there are runs, but none has the field, and it is not an option of a mode.
     """
-    return _against(runs, field, quantity, of, called, best_over, mark_best, log, title, arm)
+    with_field = [run for run in runs if field in run.setup_fields]
+    # Runs with an option of a mode may still be missing.
+    if runs and not with_field and not field.startswith("model.modes."):
+        raise ConfigError(f"no run has a field {field} that affects the loss; expected a field of the config, such as "
+                          "optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
+    called, remarks = called or short_name(field), []
+    if not with_field:
+        remarks.append(f"Nothing to draw: no run with {field} yet.")
+    elif without := dict.fromkeys(run.attention for run in runs if field not in run.setup_fields):
+        remarks.append(f"Left out, without {field}: {listed(list(without))}.")
+
+    def place_of(run: Run) -> Any:
+        return _on_axis(run.setup_fields[field] if of is None else of(run))
+
+    arms, notes = _arms(with_field, quantity, place_of, field, best_over, arm)
+    remarks += notes
+    marks = field.startswith("optimizer.") if mark_best is None else mark_best
+    places = [x for each in arms for x in each.places]
+    is_numeric = all(map(_is_number, places))
+    if not is_numeric:
+        for each in arms:
+            each.places = {value_text(x): of_x for x, of_x in each.places.items()}
+    what, sign = f"val {_spelled(quantity)}", -1 if quantity == "accuracy" else 1
+    lines, rows, best_runs = [], [], []
+    for each in arms:
+        tried = sorted(each.places) if is_numeric else list(each.places)
+        chosen = {x: _best(each.places[x], sign) for x in tried}
+        counted = [x for x in tried if each.places[x][chosen[x]].values]
+        best = None
+        if marks and counted:
+            best = _best({x: each.places[x][chosen[x]] for x in counted}, sign)
+            best_runs += each.places[best][chosen[best]].runs
+            if is_numeric:
+                remarks += _edge(each.label, called, best, tried)
+        points = []
+        for x in tried:
+            place = each.places[x][chosen[x]]
+            interval = mean_interval(place.values)
+            if place.values:
+                points.append(Point(x, place.mean(), interval, tuple(run.name for run in place.runs)))
+            rows.append((each.label, value_text(x), *([value_text(chosen[x])] if best_over else []),
+                         str(len(place.values)) + (f" of {len(place.values) + len(place.lost)}" if place.lost else ""),
+                         number_text(place.mean()) if place.values else "not finite",
+                         _interval_cell(interval, place.values), *(["best" if x == best else ""] if marks else [])))
+        lines.append(Line(each.label, each.first.attention, tuple(points),
+                          None if best is None else counted.index(best)))
+    if any(len(point.runs) == 1 for line in lines for point in line.points):
+        remarks.append("Points without an interval have one seed.")
+    if best_over and any(len(of_x) > 1 for each in arms for of_x in each.places.values()):
+        remarks.append(f"Each point has its best {short_name(best_over)}, chosen on the same runs.")
+    if quantity == "loss" and len(group(best_runs)) > 1:
+        remarks.append(f"Each at its best {called}: {' '.join(verdict(group(best_runs)))}")
+    return Figure(
+        f"{quantity}-against-{called.replace(' ', '_').replace('/', '_')}", title or f"Final {what} against {called}",
+        Axis(called, _kind(field, places, log)), f"final {what}{_unit(runs, quantity)}", tuple(lines),
+        ("attention", called, *([short_name(best_over)] if best_over else []), "seeds", what,
+         "95 % interval", *(["best"] if marks else [])), tuple(rows), tuple(remarks))
 
 
-def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
-                     called: str = "", best_over: str | None = None, mark_best: bool | None = None,
-                     log: bool | None = None, title: str = "", arm: Callable[[Run], str] | None = None) -> Figure:
-    """The same for the val accuracy of tasks that have one; the best is the highest. See :func:`loss_against`."""
-    return _against(runs, field, "accuracy", of, called, best_over, mark_best, log, title, arm)
+accuracy_against = partial(loss_against, quantity="accuracy")
+"""The same for the val accuracy of tasks that have one; the best is the highest."""
 
 
 @dataclass
@@ -198,70 +260,6 @@ class _Arm:
     label: str = ""
 
 
-def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], Any] | None, called: str,
-             best_over: str | None, mark_best: bool | None, log: bool | None, title: str,
-             arm_of: Callable[[Run], str] | None) -> Figure:
-    """:func:`loss_against` of a column of the val lines."""
-    with_field = [run for run in runs if name in run.setup_fields]
-    # Runs with an option of a mode may still be missing.
-    if runs and not with_field and not name.startswith("model.modes."):
-        raise ConfigError(f"no run has a field {name} that affects the loss; expected a field of the config, such as "
-                          "optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
-    called, remarks = called or short_name(name), []
-    if not with_field:
-        remarks.append(f"Nothing to draw: no run with {name} yet.")
-    elif without := dict.fromkeys(run.attention for run in runs if name not in run.setup_fields):
-        remarks.append(f"Left out, without {name}: {listed(list(without))}.")
-
-    def place_of(run: Run) -> Any:
-        return _on_axis(run.setup_fields[name] if of is None else of(run))
-
-    arms, notes = _arms(with_field, quantity, place_of, name, best_over, arm_of)
-    remarks += notes
-    marks = name.startswith("optimizer.") if mark_best is None else mark_best
-    places = [x for arm in arms for x in arm.places]
-    is_numeric = all(map(_is_number, places))
-    if not is_numeric:
-        for arm in arms:
-            arm.places = {value_text(x): of_x for x, of_x in arm.places.items()}
-    what, sign = f"val {_spelled(quantity)}", -1 if quantity == "accuracy" else 1
-    lines, rows, best_runs = [], [], []
-    for arm in arms:
-        tried = sorted(arm.places) if is_numeric else list(arm.places)
-        chosen = {x: _best(arm.places[x], sign) for x in tried}
-        counted = [x for x in tried if arm.places[x][chosen[x]].values]
-        best = None
-        if marks and counted:
-            best = _best({x: arm.places[x][chosen[x]] for x in counted}, sign)
-            best_runs += arm.places[best][chosen[best]].runs
-            if is_numeric:
-                remarks += _edge(arm.label, called, best, tried)
-        points = []
-        for x in tried:
-            place = arm.places[x][chosen[x]]
-            interval = mean_interval(place.values)
-            if place.values:
-                points.append(Point(x, place.mean(), interval, tuple(run.name for run in place.runs)))
-            rows.append((arm.label, value_text(x), *([value_text(chosen[x])] if best_over else []),
-                         str(len(place.values)) + (f" of {len(place.values) + len(place.lost)}" if place.lost else ""),
-                         number_text(place.mean()) if place.values else "not finite",
-                         _interval_cell(interval, place.values), *(["best" if x == best else ""] if marks else [])))
-        lines.append(Line(arm.label, arm.first.attention, tuple(points), None if best is None else counted.index(best)))
-    if any(len(point.runs) == 1 for line in lines for point in line.points):
-        remarks.append("Points without an interval have one seed.")
-    if best_over and any(len(of_x) > 1 for arm in arms for of_x in arm.places.values()):
-        remarks.append(f"Each point has its best {short_name(best_over)}, chosen on the same runs.")
-    if quantity == "loss" and len(group(best_runs)) > 1:
-        remarks.append(f"Each at its best {called}: {' '.join(verdict(group(best_runs)))}")
-    kind = "category" if not is_numeric else "log" if _is_log(name, places, log) else "linear"
-    unit = f" ({_nats(runs)})" if quantity == "loss" else ""
-    return Figure(
-        f"{quantity}-against-{called.replace(' ', '_').replace('/', '_')}", title or f"Final {what} against {called}",
-        Axis(called, kind), f"final {what}{unit}", tuple(lines),
-        ("attention", called, *([short_name(best_over)] if best_over else []), "seeds", what,
-         "95 % interval", *(["best"] if marks else [])), tuple(rows), tuple(remarks))
-
-
 def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], name: str | None,
           tuned: str | None, arm_of: Callable[[Run], str] | None = None) -> tuple[list[_Arm], list[str]]:
     """The valid runs by line, place and value of the tuned field, and remarks on the others."""
@@ -269,13 +267,10 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
     unfinished = [run.name for run in runs if not run.is_finished]
     unmeasured = [run.name for run in runs if run.is_finished and run.final(quantity) is None]
     axes = tuple(axis for axis in (name, tuned) if axis)
-    by_name: dict[str, list[Run]] = {}
-    for run in runs:
-        by_name.setdefault(arm_of(run) if arm_of else run.attention, []).append(run)
     arms: list[_Arm] = []
     together: dict[str, None] = {}
     twice, not_finite = [], []
-    for name_of_these, these in by_name.items():
+    for name_of_these, these in group_by(runs, arm_of or (lambda run: run.attention)).items():
         along = _along(these, lambda run: [place_of(run), run.setup_fields.get(tuned or "")], axes)
         together |= dict.fromkeys(along)
         of_key: dict[str, _Arm] = {}
@@ -312,14 +307,9 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
 
 def _along(runs: Sequence[Run], at: Callable[[Run], Any], axes: Sequence[str]) -> list[str]:
     """The fields with one value at each place that differs between places."""
-    found = []
-    for name in differing([run.setup_fields for run in runs]):
-        values: dict[str, set[str]] = {}
-        for run in runs:
-            values.setdefault(json.dumps(at(run)), set()).add(json.dumps(run.setup_fields.get(name)))
-        if name not in axes and all(len(of_place) == 1 for of_place in values.values()):
-            found.append(name)
-    return found
+    places = group_by(runs, lambda run: json.dumps(at(run))).values()
+    return [name for name in differing([run.setup_fields for run in runs]) if name not in axes and all(
+        len({json.dumps(run.setup_fields.get(name)) for run in alike}) == 1 for alike in places)]
 
 
 def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str], name: str) -> None:
@@ -369,8 +359,8 @@ def _spelled(quantity: str) -> str:
     return quantity.replace("_", " ")
 
 
-def _nats(runs: Sequence[Run]) -> str:
-    return f"nats per {scored(runs) or 'token'}"
+def _unit(runs: Sequence[Run], quantity: str = "loss") -> str:
+    return f" (nats per {scored(runs) or 'token'})" if quantity == "loss" else ""
 
 
 def _on_axis(value: Any) -> float | str:
@@ -382,10 +372,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_log(name: str, places: Sequence[Any], log: bool | None) -> bool:
+def _kind(name: str, places: Sequence[Any], log: bool | None) -> Literal["linear", "log", "category"]:
+    if not all(map(_is_number, places)):
+        return "category"
     if not places or min(places) <= 0:
-        return False
-    return log if log is not None else name.endswith("learning_rate") or max(places) >= 4 * min(places)
+        return "linear"
+    if log is None:
+        log = name.endswith("learning_rate") or max(places) >= 4 * min(places)
+    return "log" if log else "linear"
 
 
 def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "",
@@ -431,7 +425,7 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         remarks.append(f"Left out, without a matching run of {baseline}: {listed(alone)}.")
     return Figure(
         f"difference-from-{baseline.replace(',', '+')}", title or f"Val loss minus that of {baseline}",
-        Axis("", "category"), f"difference in val loss ({_nats(runs)})", tuple(lines),
+        Axis("", "category"), f"difference in val loss{_unit(runs)}", tuple(lines),
         ("attention", "against", "seeds", "windows", "difference", "95 % interval", ""), tuple(rows), tuple(remarks),
         zero=True)
 
@@ -465,10 +459,9 @@ def loss_curves(runs: Sequence[Run], *, quantity: str = "loss", title: str = "",
         lines.append(Line(label, setup.attention, points))
         rows.append((label, str(len(curves)), value_text(int(points[-1].x)), number_text(points[-1].y)))
     remarks = [f"Not drawn, without {what}: {listed(without)}."] if without else []
-    unit = f" ({_nats(runs)})" if quantity == "loss" else ""
     return Figure(
         f"{quantity}-against-{AXES[axis][0].lower().replace(' ', '_')}",
-        title or f"{what.capitalize()} against {along}", Axis(along), f"{what}{unit}", tuple(lines),
+        title or f"{what.capitalize()} against {along}", Axis(along), f"{what}{_unit(runs, quantity)}", tuple(lines),
         ("attention", "seeds", along, what), tuple(rows), (*remarks, *short_seeds(runs)))
 
 
@@ -507,11 +500,10 @@ def differences_against(runs: Sequence[Run], field: str, baseline: str, *, of: C
         if points:
             lines.append(Line(each.label, each.first.attention, tuple(points)))
     places = [point.x for line in lines for point in line.points]
-    kind = "category" if not all(map(_is_number, places)) else "log" if _is_log(field, places, log) else "linear"
     return Figure(
         f"difference-from-{baseline.replace(',', '+')}-against-{called.replace(' ', '_')}",
-        title or f"Val loss minus that of {baseline} against {called}", Axis(called, kind),
-        f"difference in val loss ({_nats(runs)})", tuple(lines),
+        title or f"Val loss minus that of {baseline} against {called}",
+        Axis(called, _kind(field, places, log)), f"difference in val loss{_unit(runs)}", tuple(lines),
         ("attention", called, "against", "seeds", "windows", "difference", "95 % interval", ""), tuple(rows),
         tuple(remarks), zero=True)
 
@@ -521,7 +513,6 @@ def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(pair: PairedDifference, baseline: str, label: str, place: _Place) -> tuple[Point, tuple[str, ...]]:
-    """The point of a pair, and its row in the table."""
     interval = pair.interval()
     verdict = "" if interval is None else "not significant" if not pair.is_shown() else (
         "higher" if pair.mean > 0 else "lower")
@@ -568,8 +559,6 @@ def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str
 
 
 class _PointEntry(TypedDict):
-    """A point in ``figures.json``."""
-
     x: Finite | str
     mean: Finite
     interval: tuple[Finite, Finite] | None
@@ -577,8 +566,6 @@ class _PointEntry(TypedDict):
 
 
 class _LineEntry(TypedDict):
-    """A line in ``figures.json``."""
-
     label: str
     attention: str
     points: list[_PointEntry]
@@ -587,8 +574,6 @@ class _LineEntry(TypedDict):
 
 
 class _FigureEntry(TypedDict):
-    """A figure in ``figures.json``."""
-
     name: FileName
     title: str
     x: str
@@ -599,8 +584,6 @@ class _FigureEntry(TypedDict):
 
 
 class _FiguresFile(TypedDict):
-    """``figures.json``."""
-
     figures: list[_FigureEntry]
 
 
@@ -657,17 +640,16 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     with drawing(figsize=(10 if below else 7, 4.5)) as canvas:
         panel = canvas.subplots()
         places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
-        patterns = dashes([line.attention for line in figure.lines])
+        looks = [DASHES[dash] for dash in dashes([line.attention for line in figure.lines])]
         # Points of one category are drawn side by side.
         reach = 0.0 if not (places and figure.has_legend) else 0.3 if below else 0.1
         shifts = np.linspace(-reach, reach, len(figure.lines))
-        for line, own, dash, shift in zip(figure.lines, figure.colours, patterns, shifts, strict=True):
-            style, symbol = DASHES[dash]
+        for line, own, (style, _, marker), shift in zip(figure.lines, figure.colours, looks, shifts, strict=True):
             x = [places[point.x] + shift if places else point.x for point in line.points]
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": own}
             faint = {"fillstyle": "none", "alpha": 0.6} if line.published else {}
-            panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=MARKERS[symbol],
+            panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=marker,
                        markersize=6, **look, **faint)
             for at, point in zip(x, line.points, strict=True):
                 if point.interval is not None:
@@ -704,7 +686,7 @@ def _render_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             for point in line.points:
                 reach = None if point.interval is None else np.abs(np.subtract(point.interval, point.y))[:, None]
                 panel.errorbar([point.y], [places[point.x]], xerr=reach, capsize=3, markersize=6,
-                               marker=MARKERS[DASHES[dash][1]], color=colour(line.attention))
+                               marker=DASHES[dash][2], color=colour(line.attention))
         if figure.zero:
             panel.axvline(0, color="#8c959f", linewidth=1)
         panel.set_yticks(range(len(places)), [plain(str(value), 60) for value in places])
@@ -713,7 +695,3 @@ def _render_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         panel.set(title=plain(figure.title), xlabel=plain(figure.y), ylabel=plain(figure.x.title))
         panel.grid(color="#eceef1")
         return saved(canvas, kind)
-
-
-MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"}
-"""Matplotlib's names of Plotly's markers."""

@@ -22,7 +22,6 @@ COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_
            "error_rate", "lines")
 """Columns of a curve. FLOPs are proportional to tokens, and bits to losses: the page multiplies."""
 MAX_SAMPLE = 4000
-"""Most characters of a sample."""
 
 
 def page(comparison: Comparison, *, figures: Sequence[Figure] = (), title: str = "", note: str = "",
@@ -55,7 +54,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
     index."""
     runs, setups = comparison.runs, comparison.setups
     index = {run.name: i for i, run in enumerate(runs)}
-    lines, symbols = dashes([setup.attention for setup in setups]), [symbol for _, symbol in DASHES.values()]
+    lines, symbols = dashes([setup.attention for setup in setups]), [symbol for _, symbol, _ in DASHES.values()]
     return {
         "axes": [{"key": key, "button": button, "title": text} for key, (button, text) in AXES.items()],
         # Markers of neighbours differ, and so do those of set-ups of one mode beyond the number of dashes.
@@ -133,12 +132,10 @@ def finite(value: float | None) -> float | None:
 
 
 def shortened(text: str) -> str:
-    """The first ``MAX_SAMPLE`` characters."""
     return text if len(text) <= MAX_SAMPLE else text[:MAX_SAMPLE] + "…"
 
 
 def as_text(value: Any) -> str:
-    """A config value as text."""
     if value is None:
         return "–"
     if isinstance(value, list):

@@ -4,14 +4,14 @@ Effects that two set-ups share, such as the order of the data and the difficulty
 difference. Its interval is narrower than that of two independent means.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from comparison.remarks import data_differs
-from comparison.runs import Run, Setup
+from comparison.runs import Run, Setup, group_by
 from comparison.statistics import CONFIDENCE, mean_interval
 from comparison.wording import Mean, interval_text, listed, of_many, of_two
 
@@ -41,11 +41,9 @@ class PairedDifference:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds."""
         return float(np.mean(self.of_seeds))
 
     def reversed(self) -> "PairedDifference":
-        """The difference of b and a."""
         return replace(self, a=self.b, b=self.a, missing=self.missing[::-1])
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
@@ -102,11 +100,8 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
     return PairedDifference(seeds, of_a, of_b, windows, missing, steps)
 
 
-def _by_seed(runs: Sequence[Run]) -> Mapping[Any, Run]:
-    found: dict[Any, Run] = {}
-    for run in runs:
-        found.setdefault(run.seed, run)
-    return found
+def _by_seed(runs: Sequence[Run]) -> dict[Any, Run]:
+    return {seed: alike[0] for seed, alike in group_by(runs, lambda run: run.seed).items()}
 
 
 def _mean_loss(run: Run, keys: Sequence[tuple[str, int, str]]) -> float:
@@ -123,11 +118,9 @@ def paired_sentences(setups: Sequence[Setup]) -> list[str]:
     lowest one. With more than two set-ups, the confidence level is corrected for multiple comparisons (Bonferroni, 95 %
     in total). Empty if nothing can be paired.
     """
-    of_windows: dict[tuple[Any, ...], list[Setup]] = {}
-    for setup in setups:
-        if keys := set.intersection(*(set(run.window_losses) for run in setup.runs)):
-            of_windows.setdefault(tuple(sorted(keys)), []).append(setup)
-    return [text for keys, alike in of_windows.items() for text in _sentences(alike, keys)]
+    by_windows = group_by(setups, lambda setup: tuple(sorted(set.intersection(
+        *(set(run.window_losses) for run in setup.runs)))))
+    return [text for keys, alike in by_windows.items() if keys for text in _sentences(alike, keys)]
 
 
 def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) -> list[str]:

@@ -27,7 +27,7 @@ MAX_LEGEND = 6
 """Most lines whose legend is inside the axes."""
 LONGEST_LABEL = 100
 """Characters of a label; longer ones are cut."""
-AXES_DRAWN = ("step", "train_seconds")
+PLOTTED_AXES = ("step", "train_seconds")
 """One for each column of panels."""
 SCORES = ("accuracy", "error_rate")
 """Columns of the val lines with a row of panels of their own, in runs that have them."""
@@ -58,10 +58,10 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     scores = [name for name in SCORES if any(len(run.curve("step", "val", name)[0]) for run in runs)]
     with drawing(figsize=(10, 4.2 + 3 * len(scores))) as canvas:
         panels = canvas.subplots(1 + len(scores), 2, sharex="col", sharey="row", squeeze=False)
-        for column, axis in zip(panels.T, AXES_DRAWN, strict=True):
-            _draw(column[0], setups, axis, split, quantity)
+        for column, axis in zip(panels.T, PLOTTED_AXES, strict=True):
+            _plot_curves(column[0], setups, axis, split, quantity)
             for panel, score in zip(column[1:], scores, strict=True):
-                _draw(panel, setups, axis, "val", score)
+                _plot_curves(panel, setups, axis, "val", score)
             column[-1].set_xlabel(AXES[axis][1])
         panels[0, 0].set_ylim(loss_range(runs, split, quantity))
         panels[0, 0].set_ylabel(f"{split} {unit}")
@@ -97,8 +97,7 @@ def plain(text: str, longest: int = LONGEST_LABEL) -> str:
     return (text if len(text) <= longest else f"{text[: longest - 1]}…").replace("$", r"\$")
 
 
-def _draw(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: str, split: str, quantity: str) -> None:
-    """Draws the curves of all set-ups that have them."""
+def _plot_curves(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: str, split: str, quantity: str) -> None:
     for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
         by_name = {run.name: curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])}
         curves = [by_name.pop(run.name) for run in setup.lasting if run.name in by_name]

@@ -27,8 +27,6 @@ PUBLISHED = Path(__file__).absolute().parent.parent / "studies" / "published.jso
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure."""
-
     source: str
     setup: str
     """What was measured, and how."""

@@ -21,7 +21,6 @@ class Found:
     damaged: list[RunError]
     """Runs that cannot be drawn."""
     notes: list[str]
-    """Notes, such as damaged lines."""
     passed_over: list[str]
     """Folders that are not runs, each with the reason."""
 

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from comparison.runs import Run, group
+from comparison.runs import Run, group, group_by
 from comparison.wording import few, listed
 
 
@@ -24,11 +23,8 @@ def short_seeds(runs: Sequence[Run]) -> list[str]:
 
 def _same_seeds(runs: Sequence[Run]) -> list[str]:
     """Runs with the same config and seed."""
-    alike: dict[tuple[str, Any], list[str]] = {}
-    for run in runs:
-        alike.setdefault((run.setup, run.seed), []).append(run.name)
-    return [f"{' and '.join(names)} have the same config and seed: they are not averaged."
-            for names in alike.values() if len(names) > 1]
+    return [f"{' and '.join(run.name for run in alike)} have the same config and seed: they are not averaged."
+            for alike in group_by(runs, lambda run: (run.setup, run.seed)).values() if len(alike) > 1]
 
 
 def _lines(run: Run) -> list[str]:
@@ -54,7 +50,6 @@ def _lines(run: Run) -> list[str]:
 
 
 def _differences(runs: Sequence[Run]) -> list[str]:
-    """Warnings about differences between the runs."""
     notes, trained = [], [run for run in runs if run.has_curve]
     if tokenizers_differ(runs):
         notes.append(f"Different tokenizers ({_values(runs, tokenizer)}): losses per token cannot be compared; bits "
@@ -74,7 +69,6 @@ def _differences(runs: Sequence[Run]) -> list[str]:
 
 
 def tokenizer(run: Run) -> str | None:
-    """The tokenizer's name."""
     data = run.config.get("data", {})
     return run.environment.get("tokenizer") or data.get("tokenizer") or ("task-specific" if "task" in data else None)
 
@@ -86,12 +80,10 @@ def corpus(run: Run) -> str | None:
 
 
 def dtype(run: Run) -> str | None:
-    """The compute dtype."""
     return run.environment.get("dtype") or run.config["model"].get("dtype")
 
 
 def devices(run: Run) -> str:
-    """The devices the run was trained on."""
     found = run.environment.get("devices")
     count = run.environment.get("device_count", 1)
     return "unknown" if found is None else ", ".join(map(str, found)) + (f" × {count}" if count != 1 else "")
@@ -104,7 +96,6 @@ def commit(run: Run) -> str | None:
 
 
 def tokenizers_differ(runs: Sequence[Run]) -> bool:
-    """Whether the runs have different tokenizers."""
     return len({tokenizer(run) for run in runs}) > 1
 
 
@@ -121,17 +112,11 @@ def _text(run: Run) -> list:
 
 
 def devices_differ(runs: Sequence[Run]) -> bool:
-    """Whether the runs were trained on different devices."""
     return len({devices(run) for run in runs}) > 1
 
 
 def _values(runs: Sequence[Run], value_of: Callable[[Run], str | None]) -> str:
     """The runs by value; empty if all known values are the same."""
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        value = value_of(run)
-        if value is not None:
-            names.setdefault(value, []).append(run.name)
-    if len(names) < 2:
-        return ""
-    return "; ".join(f"{value}: {few(of)}" for value, of in names.items())
+    known = group_by([run for run in runs if value_of(run) is not None], value_of)
+    return "; ".join(f"{value}: {few([run.name for run in alike])}" for value, alike in known.items()
+                     if len(known) > 1)

@@ -7,7 +7,7 @@ import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,8 +59,6 @@ class NotARunError(ConfigError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as read from its folder."""
-
     name: str
     """Unique among the runs compared: the folder's name if it identifies the run."""
     path: Path
@@ -180,7 +178,6 @@ class Run:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was logged or evaluated."""
         return not (self.has_curve or self.evaluations)
 
     @property
@@ -255,7 +252,6 @@ class Setup:
 
     @property
     def attention(self) -> str:
-        """The attention mode, or the pattern of modes over the layers."""
         return self.runs[0].attention
 
     @cached_property
@@ -273,13 +269,19 @@ class Setup:
 
     @property
     def context(self) -> int | None:
-        """Training context, in tokens."""
         return self.runs[0].context
 
     @property
     def size(self) -> str:
-        """Layers and width."""
         return self.runs[0].size
+
+
+def group_by[Item, Key](items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by what ``key`` returns, in their order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
@@ -436,9 +438,8 @@ def group(runs: Sequence[Run]) -> list[Setup]:
 def shown_labels(runs: Sequence[Run]) -> dict[str, str]:
     """The label to show for each :attr:`Run.label`: with the implementation only where runs of one attention differ in
     it."""
-    labels: dict[str, set[str]] = {}
-    for run in runs:
-        labels.setdefault(run.attention, set()).add(run.label)
+    labels = {attention: {run.label for run in alike}
+              for attention, alike in group_by(runs, lambda run: run.attention).items()}
     return {label: label if len(of_attention) > 1 else attention
             for attention, of_attention in labels.items() for label in of_attention}
 
@@ -475,7 +476,6 @@ def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ())
 
 
 def value_text(value: Any) -> str:
-    """A value of a config."""
     if isinstance(value, list | tuple):
         return ", ".join(map(value_text, value))
     if isinstance(value, float):

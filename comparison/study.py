@@ -108,10 +108,13 @@ def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),
     return runs
 
 
+def mode_fields(attention: str, **options: Any) -> dict[str, Any]:
+    """The fields of options of an attention's mode: of a pattern, of its last mode."""
+    return {f"model.modes.{attention.rpartition(',')[2]}.{option}": value for option, value in options.items()}
+
+
 @dataclass(frozen=True)
 class Study:
-    """A loaded study file."""
-
     path: Path
     """As in ``study.json``: relative to the root of lineargpt if the file is below it."""
     module: Any
@@ -167,15 +170,11 @@ class Study:
 
 
 class _RunOfRecord(TypedDict):
-    """A run in ``study.json``."""
-
     name: FileName
     hash: str
 
 
 class _Record(TypedDict):
-    """``study.json``."""
-
     study: Annotated[str, Check("a path", lambda value: "\0" not in value)]
     quick: bool
     runs: list[_RunOfRecord]
@@ -188,12 +187,10 @@ class StudyRecord:
     study: Path
     """The study's file, for :func:`load_study`."""
     quick: bool
-    """Whether it is the quick form."""
     runs: Mapping[str, str]
     """The hash of each run by name, in the order of the study."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the file."""
         return {"format": FORMAT, "study": self.study.as_posix(), "quick": self.quick,
                 "runs": [{"name": name, "hash": digest} for name, digest in self.runs.items()]}
 

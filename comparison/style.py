@@ -7,11 +7,11 @@ from collections.abc import Sequence
 COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7", "gated": "#117733",
            "gated_delta": "#882255", "power": "#e69f00", "window": "#56b4e9"}
 """Colours that are easy to distinguish; other modes get a hue from their name."""
-DASHES = {  # Plotly's name of a dash pattern: Matplotlib's, and its marker
-    "solid": ("-", "circle"),
-    "dash": ("--", "square"),
-    "dot": (":", "diamond"),
-    "dashdot": ("-.", "triangle-up"),
+DASHES = {  # Plotly's name of a dash pattern: Matplotlib's, and its marker by Plotly's name and by Matplotlib's
+    "solid": ("-", "circle", "o"),
+    "dash": ("--", "square", "s"),
+    "dot": (":", "diamond", "D"),
+    "dashdot": ("-.", "triangle-up", "^"),
 }
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures."""
-
     key: str
     """Its name in CSV and JSON, and in :attr:`Row.figures`."""
     heading: str
@@ -64,7 +62,6 @@ class Row:
     spread: dict[str, float] = field(default_factory=dict)
     """Standard deviation over the seeds."""
     seeds: int = 1
-    """Number of averaged runs."""
 
     def cells(self, columns: Sequence[Column]) -> dict[str, str]:
         """The text of each cell, by heading."""
@@ -195,7 +192,6 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table_note(rows: Sequence[Row], setups: Sequence[Setup]) -> str:
-    """Explanation of the table."""
     end, notes = shortest(setups, "train_seconds"), []
     if end is not None:
         whole = all(len(setup.lasting) == len(setup.runs) for setup in setups)

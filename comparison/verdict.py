@@ -9,7 +9,7 @@ import numpy as np
 from comparison.curves import mean_curve
 from comparison.paired import paired_sentences
 from comparison.remarks import data_differs, devices_differ, tokenizers_differ
-from comparison.runs import Run, Setup, group
+from comparison.runs import Run, Setup, group, group_by
 from comparison.statistics import CONFIDENCE, welch_interval
 from comparison.wording import Mean, interval_text, listed, of_many, of_numbers, of_two
 
@@ -44,11 +44,8 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     since runs of equal length in one may differ in the other. Such a set-up is left out, as is such a run if it does
     not reach the place of comparison; the summary names them. A run in progress counts with its current length.
     """
-    runs = [run for setup in setups for run in setup.runs]
-    measured = [run for run in runs if run.val]
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in measured:
-        groups.setdefault((f"size {run.size}", f"context {run.context}"), []).append(run)
+    measured = [run for setup in setups for run in setup.runs if run.val]
+    groups = group_by(measured, lambda run: (f"size {run.size}", f"context {run.context}"))
     sentences = []
     for key, runs in groups.items():
         of_group = group(runs)
@@ -212,12 +209,9 @@ class Losses(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Crossings of two curves."""
-
     where: float
     """Place of the last crossing."""
     times: int
-    """Number of crossings."""
 
     def wording(self, style: str) -> str:
         last = f" (the last of {self.times} crossings)" if self.times > 1 else ""

@@ -8,8 +8,6 @@ MAX_NAMES = 3
 
 
 class Mean(NamedTuple):
-    """The mean loss of a set-up."""
-
     label: str
     value: float
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from comparison.study import mode_fields
+
 RECIPE = "configs/quickstart.py"
 RATE = "optimizer.learning_rate"
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -18,6 +20,6 @@ def fields(quick: bool) -> dict[str, Any]:
                        "model.width": 64}
 
 
-def options(mode: str = "chunked", **values: Any) -> dict[str, Any]:
-    """Fields of the options of a mode."""
-    return {f"model.modes.{mode}.{option}": value for option, value in values.items()}
+def options(**values: Any) -> dict[str, Any]:
+    """Fields of the options of ``chunked``."""
+    return mode_fields("chunked", **values)

@@ -71,5 +71,5 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
                 loss, gap = (replace(figure, remarks=(*figure.remarks, "The published losses are per GPT-2 token, of "
                                                       "about four bytes; ours are per byte."))
                              for figure in (loss, gap))
-        shown += [replace(figure, name=f"{bound}-{figure.name}") for figure in (loss, gap)]
+        shown += [loss.named(bound), gap.named(bound)]
     return shown

@@ -20,7 +20,7 @@ from typing import Any
 
 from comparison.figures import Figure, loss_curves
 from comparison.runs import Run
-from comparison.study import Variation
+from comparison.study import Variation, mode_fields
 
 RECIPE = "configs/copy_task.py"
 ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -43,8 +43,7 @@ def get_runs(quick: bool) -> list[Variation]:
 def _run(arm: str, seed: int, fields: Mapping[str, Any]) -> Variation:
     attention, options = ARMS[arm]
     return Variation(f"{arm}-seed-{seed}", RECIPE, attention, {
-        **fields, "train.seed": seed,
-        **{f"model.modes.{attention}.{option}": value for option, value in options.items()}})
+        **fields, "train.seed": seed, **mode_fields(attention, **options)})
 
 
 def arm_of(run: Run) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 
 from comparison.figures import Figure, loss_against, loss_curves
 from comparison.published import published
-from comparison.runs import Run
-from comparison.study import Variation
+from comparison.runs import Run, group_by
+from comparison.study import Variation, mode_fields
 
 BITS = "bits_per_dimension"
 IMAGES = {"digits": "digits", "ylecun/mnist": "MNIST", "uoft-cs/cifar10": "CIFAR-10"}
@@ -45,8 +45,7 @@ def get_runs(quick: bool) -> list[Variation]:
 def _run(images: str, arm: str, head: str, seed: int, fields: dict[str, Any] | None = None) -> Variation:
     attention, options = ARMS[arm]
     return Variation(f"{images}-{arm}-{head}-seed-{seed}", f"configs/{images}.py", attention, {
-        **(fields or {}), "model.head": head, "train.seed": seed,
-        **{f"model.modes.{attention}.{option}": value for option, value in options.items()}})
+        **(fields or {}), "model.head": head, "train.seed": seed, **mode_fields(attention, **options)})
 
 
 def arm_of(run: Run) -> str:
@@ -65,11 +64,10 @@ def images_of(run: Run) -> str:
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = []
-    for images in dict.fromkeys(map(images_of, runs)):
-        of_images = [run for run in runs if images_of(run) == images]
+    for images, of_images in group_by(runs, images_of).items():
         for axis in ("step", "train_seconds"):
             figure = loss_curves(of_images, quantity=BITS, axis=axis, arm=arm_of)
-            shown.append(replace(figure, name=f"{images}-{figure.name}", title=f"{figure.title}, {images}"))
+            shown.append(replace(figure.named(images), title=f"{figure.title}, {images}"))
     last = loss_against(runs, "data.source", of=images_of, called="images", quantity=BITS, arm=arm_of,
                         title="Bits per dimension")
     if any(images_of(run) != "digits" for run in runs):

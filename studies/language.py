@@ -16,12 +16,11 @@ The quick form has only the quickstart's corpus, at a context of 1,024 and one r
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from comparison.figures import Figure, differences, loss_against
 from comparison.runs import Run
-from comparison.study import Variation
+from comparison.study import Variation, mode_fields
 
 RECIPE = "configs/quickstart.py"
 RATE = "optimizer.learning_rate"
@@ -77,10 +76,9 @@ def get_runs(quick: bool) -> list[Variation]:
 
 def _run(arm: str, corpus: str, fields: dict[str, Any], rate: float, seed: int) -> Variation:
     attention, options = ARMS[arm]
-    mode = attention.rpartition(",")[2]
     return Variation(f"{corpus}-{arm}-{rate:g}-seed-{seed}", RECIPE, attention, fields | {
         "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50, RATE: rate, "train.seed": seed,
-        **{f"model.modes.{mode}.{option}": value for option, value in options.items()}})
+        **mode_fields(attention, **options)})
 
 
 def arm_of(run: Run) -> str:
@@ -93,13 +91,8 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     for corpus, fields in CORPORA.items():
         of_corpus = [run for run in runs if run.context == fields["model.context"]]
         if of_corpus:
-            shown += [_named(corpus, loss_against(of_corpus, RATE, arm=arm_of,
-                                                    title=f"Loss on {corpus} against learning rate")),
-                      *(_named(corpus, differences(of_corpus, baseline, best_over=RATE, arm=arm_of,
-                                                   title=f"Loss on {corpus} minus that of {baseline}"))
-                        for baseline in BASELINES)]
+            of_one = [loss_against(of_corpus, RATE, arm=arm_of, title=f"Loss on {corpus} against learning rate"),
+                      *(differences(of_corpus, baseline, best_over=RATE, arm=arm_of,
+                                    title=f"Loss on {corpus} minus that of {baseline}") for baseline in BASELINES)]
+            shown += [figure.named(corpus) for figure in of_one]
     return shown
-
-
-def _named(corpus: str, figure: Figure) -> Figure:
-    return replace(figure, name=f"{corpus}-{figure.name}")

@@ -19,7 +19,7 @@ from typing import Any
 
 from comparison.figures import Figure, accuracy_against
 from comparison.runs import Run
-from comparison.study import Variation, grid
+from comparison.study import Variation, grid, mode_fields
 
 RECIPE = "configs/mqar.py"
 RATE = "optimizer.learning_rate"
@@ -50,7 +50,7 @@ def _runs(mode: str, tasks: dict[str, dict[str, Any]], rates: Sequence[float],
           fixed: dict[str, Any]) -> list[Variation]:
     axes: dict[str, Any] = {"task": tasks, RATE: tuple(rates)}
     if mode in WITHOUT_CONVOLUTION:
-        fixed = fixed | {f"model.modes.{mode}.short_conv": 4}
+        fixed = fixed | mode_fields(mode, short_conv=4)
     return grid(RECIPE, (mode,), axes, fixed)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.picture import published as published_times
 from comparison.figures import Figure, differences_against, loss_against
 from comparison.published import published
-from comparison.runs import Run
+from comparison.runs import Run, group_by
 from comparison.study import Variation, grid
 
 CONTEXT = "model.context"
@@ -82,16 +82,14 @@ def size_of(run: Run) -> str:
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = []
-    for size in dict.fromkeys(map(size_of, runs)):
-        of_size = [run for run in runs if size_of(run) == size]
+    for size, of_size in group_by(runs, size_of).items():
         loss = loss_against(of_size, CONTEXT, title=f"Loss of {size} against context")
         gap = differences_against(of_size, CONTEXT, "softmax", title=f"Loss of {size} minus that of softmax")
         if size in PUBLISHED:
             loss, gap = PUBLISHED[size].beside(loss), PUBLISHED[size].minus("softmax").beside(gap)
-        shown += [replace(figure, name=f"{size.replace(' × ', 'x')}-{figure.name}") for figure in (loss, gap)]
-    for context in sorted({run.context or 0 for run in runs}):
-        of_context = [run for run in runs if run.context == context]
-        figure = loss_against(of_context, "model.layers", of=lambda run: run.environment.get("parameters"),
-                              called="parameters", title=f"Loss at a context of {context:,} against parameters")
-        shown.append(replace(figure, name=f"{context}-{figure.name}"))
+        shown += [figure.named(size.replace(" × ", "x")) for figure in (loss, gap)]
+    for context, of_context in sorted(group_by(runs, lambda run: run.context or 0).items()):
+        shown.append(loss_against(of_context, "model.layers", of=lambda run: run.environment.get("parameters"),
+                                  called="parameters", title=f"Loss at a context of {context:,} against parameters"
+                                  ).named(context))
     return shown

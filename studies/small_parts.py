@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from comparison.figures import Figure, differences, loss_against
-from comparison.runs import Run
-from comparison.study import Variation
+from comparison.runs import Run, group_by
+from comparison.study import Variation, mode_fields
 
 RECIPE = "configs/quickstart.py"
 SOFTMAX = {"forget_gate": True, "short_conv": 4, "qk_norm": "rms", "output_norm": "rms", "output_gate": "sigmoid"}
@@ -48,8 +48,7 @@ def _run(mode: str, part: str, size: dict[str, Any], seed: int) -> Variation:
     name = f"{mode}-{part}" if part == "all parts" else f"{mode}-without-{part}"
     return Variation(f"{name}-seed-{seed}".replace(" ", "-"), RECIPE, mode, size | {
         "optimizer.learning_rate": 4e-3, "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50,
-        "train.seed": seed,
-        **{f"model.modes.{mode}.{option}": value for option, value in ARMS[mode, part].items()}})
+        "train.seed": seed, **mode_fields(mode, **ARMS[mode, part])})
 
 
 def part_of(run: Run) -> str:
@@ -64,11 +63,9 @@ def part_of(run: Run) -> str:
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False,
                           title="Loss without each part")]
-    for mode in ("softmax", "gated"):
-        of_mode = [run for run in runs if _family(run) == mode]
-        if of_mode:
-            figure = differences(of_mode, "all parts", arm=part_of, title=f"What each part of {mode} is worth")
-            shown.append(replace(figure, name=f"{mode}-difference"))
+    for mode, of_mode in sorted(group_by(runs, _family).items(), reverse=True):
+        figure = differences(of_mode, "all parts", arm=part_of, title=f"What each part of {mode} is worth")
+        shown.append(replace(figure, name=f"{mode}-difference"))
     return shown
 
 

@@ -14,6 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from comparison.runs import group_by
 from comparison.wording import few
 from configs.schema import RunConfig
 from support.errors import ConfigError, DataError, LineargptError, RunError
@@ -150,7 +151,6 @@ class Estimates:
         return (count_left + 1) * whole, final  # one is written before another is deleted
 
     def _count(self, run: PlannedRun) -> int | None:
-        """Number of parameters of the run's model."""
         if run.shape not in self._parameters:
             same = [other.folder for other in self.runs if other.shape == run.shape]
             self._parameters[run.shape] = next(
@@ -161,11 +161,9 @@ class Estimates:
     @property
     def problems(self) -> list[str]:
         """Why runs whose disk space was asked for cannot start on this machine, such as missing data."""
-        runs_of: dict[str, list[str]] = {}
-        for run in self.runs:
-            if isinstance(found := self._parameters.get(run.shape), str):
-                runs_of.setdefault(found, []).append(run.name)
-        return [f"cannot start here: {few(names)}: {why}" for why, names in runs_of.items()]
+        by_problem = group_by(self.runs, lambda run: self._parameters.get(run.shape))
+        return [f"cannot start here: {few([run.name for run in runs])}: {why}" for why, runs in by_problem.items()
+                if isinstance(why, str)]
 
 
 def _checkpoints(config: RunConfig, known: Timing | None) -> int | None:
@@ -180,7 +178,6 @@ def _checkpoints(config: RunConfig, known: Timing | None) -> int | None:
 
 
 def _counted(folder: Path) -> int | None:
-    """Number of parameters recorded in a run."""
     with contextlib.suppress(OSError, RunError):
         return read_environment(folder).get("parameters")
     return None

@@ -24,15 +24,16 @@ def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: boo
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; choose another out")
-    if (out / RECORD).exists():
-        before = read_study(out)
+    before = read_study(out) if (out / RECORD).exists() else None
+    if before is not None:
         if before.study != study.path:
             raise ConfigError(f"out {out} belongs to {before.study}, not {study.path}; choose another out")
         if before.quick != quick:
             raise ConfigError(f"out {out} belongs to {study.path} {'with' if before.quick else 'without'} quick; "
                               "choose another out")
-        for run in runs:
-            check_run(run, out)
+    for run in runs:
+        check_run(run, out)
+    if before is not None:
         now = {run.name: run.hash for run in runs}
         other = f"out {out} belongs to another version of {study.path}"
         for name in [*before.runs, *now]:
@@ -42,9 +43,6 @@ def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: boo
                 raise ConfigError(f"{other}, whose run {name} has another config; choose another out")
         if list(before.runs) != list(now):
             raise ConfigError(f"{other}, with another order of runs; choose another out")
-        return
-    for run in runs:
-        check_run(run, out)
 
 
 def check_run(run: PlannedRun, out: Path) -> None:
@@ -60,9 +58,8 @@ def check_run(run: PlannedRun, out: Path) -> None:
             raise ConfigError(f"{run.folder} does not belong to this study; choose another out than {out}")
         return
     before = _read(path)
-    if before["hash"] == run.hash:
-        return
-    raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; choose another out than {out}")
+    if before["hash"] != run.hash:
+        raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; choose another out than {out}")
 
 
 def _first_difference(before: Mapping[str, Any], run: PlannedRun) -> str:
@@ -90,7 +87,6 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Whether the command of a run is finished."""
     path = run.folder / SWEEP_RECORD
     return path.exists() and _read(path)["finished"]
 
@@ -114,8 +110,6 @@ def _write(run: PlannedRun, *, finished: bool, keep_all: bool) -> None:
 
 
 class _Record(TypedDict):
-    """``run.json``."""
-
     command: str
     hash: str
     finished: bool

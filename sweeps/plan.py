@@ -31,8 +31,6 @@ GIVEN_BY_SWEEP = ("run_dir", "json")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a study."""
-
     variation: Variation
     folder: Path
     config: RunConfig | None
@@ -43,7 +41,6 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run and of its folder."""
         return self.variation.name
 
     @cached_property

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from comparison.runs import group_by
 from comparison.study import ROOT
 from support import interrupts
 from support.command import output_stream, status
@@ -30,8 +31,6 @@ SHOWN = 8
 
 @dataclass
 class Progress:
-    """Progress of a study."""
-
     runs: Sequence[PlannedRun]
     estimates: Estimates
     finished: list[PlannedRun] = field(default_factory=list)
@@ -64,8 +63,6 @@ class Progress:
 
 @dataclass
 class Active:
-    """An active run."""
-
     run: PlannedRun
     device: str | None
     process: subprocess.Popen[bytes] | None = None
@@ -152,8 +149,8 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
                 for one in active:
                     if one.process is not None:
                         one.process.send_signal(received[passed_on])
-                        display.report(one.run, "saves and stops after this step" if passed_on == 0 else "stops "
-                                    "immediately", active)
+                        display.report(one.run, "stops immediately" if passed_on else
+                                       "saves and stops after this step", active)
                 passed_on += 1
             for one in list(active):
                 message = _look_at(one, environment, progress, stopped=bool(received), keep_all=keep_all)
@@ -239,16 +236,12 @@ def _last_line(one: Active) -> str:
 
 
 def failures(progress: Progress) -> list[str]:
-    """Messages about the failed runs."""
     if not progress.failed:
         return []
     count = len(progress.failed)
     lines = [f"{count} run{'s' if count > 1 else ''} failed; see {OUTPUT} in the run's folder, and repeat the command "
              "to retry:"]
-    arms: dict[tuple[Any, ...], list[PlannedRun]] = {}
-    for run in progress.runs:
-        arms.setdefault(run.variation.arm, []).append(run)
-    for runs in arms.values():
+    for runs in group_by(progress.runs, lambda run: run.variation.arm).values():
         lost = [run for run in runs if run.name in progress.failed]
         lines += [f"  {run.name}: {progress.failed[run.name]}" for run in lost]
         if len(runs) > 1 and len(lost) == len(runs):
@@ -269,20 +262,8 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-class Display(Protocol):
-    """Shows the progress of a study."""
-
-    def report(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
-        """Report the new state of a run."""
-        ...
-
-    def update(self, active: Sequence[Active]) -> None:
-        """Refresh the display."""
-        ...
-
-
 @contextmanager
-def _display(progress: Progress, parallel: int) -> Iterator[Display]:
+def _display(progress: Progress, parallel: int) -> "Iterator[Lines | LiveTable]":
     """A live table on a terminal; otherwise a line when a run starts or ends."""
     output = output_stream()
     if not output.isatty():
