@@ -1,6 +1,7 @@
 """The benchmark of one attention call: its cases, rows and files, and what it does where a case cannot be run."""
 
 import json
+import re
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -61,36 +62,24 @@ def test_rows_of_the_file_the_table_and_the_picture(part, flags, cases, tmp_path
     assert "<!-- forward + backward -->" in picture.read_text()
 
 
-@pytest.mark.parametrize("mode", ["softmax:blockwise", "linear:parallel", "chunked:chunked"])
-def test_what_is_timed_is_attention_and_its_gradients(mode):
-    row = case(mode=mode, context=24)
+@pytest.mark.parametrize(("part", "mode"), [
+    ("contexts", "softmax:blockwise"), ("contexts", "linear:parallel"), ("contexts", "chunked:chunked"),
+    ("contexts", "chunked:feature_map=elu"), ("noncausal", "linear"), ("noncausal", "softmax:materialised")])
+def test_what_is_timed_is_attention_and_its_gradients(part, mode):
+    """Of an op on features, or of a mode with its feature map."""
+    row = case(part=part, mode=mode, context=24)
     y, gradients = attention.prepare(row)()
-    q, k, v, dy = attention.tensors(row.shape, row.dtype, "both")
-    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q, k)
-    weights_BHTS = jnp.exp(scores_BHTS / 4) if mode.startswith("softmax") else scores_BHTS
-    weights_BHTS *= jnp.tril(jnp.ones((24, 24)))[None, None]
+    q, k, v, dy = attention.tensors(row.shape, row.dtype, "both", not row.is_layer)
+    assert (q < 0).any() == row.is_layer
+    if row.is_layer and not mode.startswith("softmax"):
+        q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
+    weights_BHTS = jnp.einsum("bthd,bshd->bhts", q, k)
+    weights_BHTS = jnp.exp(weights_BHTS / 4) if mode.startswith("softmax") else weights_BHTS
+    weights_BHTS *= jnp.tril(jnp.ones((24, 24)))[None, None] if part == "contexts" else 1
     weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(y, jnp.einsum("bhts,bshd->bthd", weights_BHTS, v), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradients[2], jnp.einsum("bhts,bthd->bshd", weights_BHTS, dy), rtol=1e-4, atol=1e-5)
     assert [gradient.shape for gradient in gradients] == [q.shape] * 3
-
-
-@pytest.mark.parametrize(("part", "mode"), [
-    ("noncausal", "linear"), ("noncausal", "softmax:materialised"), ("contexts", "chunked:feature_map=elu")])
-def test_a_mode_is_timed_with_its_feature_map(part, mode):
-    row = case(part=part, mode=mode, context=24)
-    y, gradients = attention.prepare(row)()
-    q, k, v, dy = attention.tensors(row.shape, row.dtype, "both", False)
-    assert (q < 0).any()
-    if mode.startswith("softmax"):
-        weights_BHTS = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 4)
-    else:
-        weights_BHTS = jnp.einsum("bthd,bshd->bhts", jax.nn.elu(q) + 1, jax.nn.elu(k) + 1)
-    if part == "contexts":
-        weights_BHTS *= jnp.tril(jnp.ones((24, 24)))[None, None]
-    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(y, jnp.einsum("bhts,bshd->bthd", weights_BHTS, v), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(gradients[2], jnp.einsum("bhts,bthd->bshd", weights_BHTS, dy), rtol=1e-4, atol=1e-5)
 
 
 def test_each_number_of_rounds_is_a_row_that_grows_with_its_work():
@@ -132,11 +121,10 @@ def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(m
     cases = [case(context=context, mode=mode) for context in (32, 64) for mode in ("chunked:chunked", "softmax:cudnn")]
     large, cudnn, larger, cudnn_too = measured(cases)
     assert str(large.error).startswith("out of memory: needs 1073741824.0 GiB, ")
-    assert large.milliseconds is None
-    assert large.peak_bytes == 2**60
-    assert larger.error == f"not tried: at B1 T32 H2 D16, {large.error}"
-    assert str(cudnn.error).startswith("not supported: implementation='cudnn': it needs an NVIDIA GPU")
-    assert cudnn_too.error == f"not tried: at B1 T32 H2 D16, {cudnn.error}"
+    assert (large.milliseconds, large.peak_bytes) == (None, 2**60)
+    assert str(cudnn.error).startswith("not supported: implementation='cudnn'")
+    assert [larger.error, cudnn_too.error] == [
+        f"not tried: at {large.shape_name}, {error}" for error in (large.error, cudnn.error)]
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(monkeypatch):
@@ -151,9 +139,8 @@ def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(m
 def test_what_is_too_slow_is_not_run(monkeypatch):
     monkeypatch.setattr(timing, "time_by_turns", lambda runs, *_: {name: [1.0] for name in runs})
     rows = measured([case(context=context) for context in (64, 512, 8192)], seconds=10)
-    assert [row.error for row in rows] == [
-        None, None, "too slow: a call would take about 16 s by that at B1 T512 H2 D16, and all have 10 s"]
-    assert rows[0].peak_bytes
+    assert [row.error for row in rows[:2]] == [None, None]
+    assert re.match(r"too slow: .* 16 s by that at B1 T512 H2 D16, .* 10 s", str(rows[2].error))
     assert not rows[2].samples
 
 
@@ -164,8 +151,7 @@ def test_quadratic_forms_are_expected_to_slow_down_with_the_square_of_the_contex
         row, longer = case(mode=mode, context=1024, milliseconds=1e3), case(mode=mode, context=4096)
         assert predictor.refusal(row.series, row.work) is None
         predictor.learn(row.series, row.work, row.shape_name, row)
-        assert predictor.refusal(longer.series, longer.work) == (
-            "too slow: a call would take about 16 s by that at B1 T1024 H2 D16, and all have 10 s" if slow else None)
+        assert (predictor.refusal(longer.series, longer.work) is not None) == slow
         assert predictor.refusal(replace(longer, passes="forward").series, longer.work) is None
 
 
@@ -222,23 +208,15 @@ def test_the_quoted_sizes_are_the_ones_measured():
 @pytest.mark.parametrize(("part", "expected"), [("contexts", "linear:cumsum"), ("chunks", "chunked:chunked at 4,096")])
 def test_a_part_has_a_picture(part, expected, tmp_path):
     rows = [replace(row, milliseconds=1.0 + n, peak_bytes=2**20)
-            for n, row in enumerate(attention.cases_of(part, options(contexts=(512, 1024, 4096))))]
+            for n, row in enumerate(attention.cases_of(part, options(contexts=(512, 4096))))]
     render_panels(tmp_path / "part.svg", attention.panels(rows), title="H200")
-    drawn = (tmp_path / "part.svg").read_text()
-    assert f"<!-- {expected} -->" in drawn
-    assert "<!-- chunked:chunked" in drawn
-
-
-def test_a_picture_of_the_part_without_one_is_refused(tmp_path, capsys):
-    assert attention.main(["kernel", "--picture", str(tmp_path / "kernel.png")]) == 2
-    assert "--picture: the part kernel has only a table; expected contexts, chunks or" in capsys.readouterr().err
+    assert f"<!-- {expected} -->" in (tmp_path / "part.svg").read_text()
 
 
 def test_fla_without_its_packages_is_a_row(monkeypatch):
     monkeypatch.setattr(attention, "fla_installed", lambda: False)
     [row] = measured([case(mode="fla")])
-    assert row.error == ("not supported: fla: it requires an NVIDIA GPU, and the packages "
-                         "flash-linear-attention and torch")
+    assert str(row.error).startswith("not supported: fla: ")
     assert "fla" not in attention.default_modes("kernel", gpu=True)
 
 
@@ -274,22 +252,3 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
     assert calls[-1] == "wait"
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "softmax,sotfmax"], "--modes sotfmax: expected one of bigbird, chunked, gated, "),
-    (["--modes", "reformer:round=4"], "--modes reformer:round=4: reformer has no option 'round'; it has rounds, "),
-    (["noncausal", "--modes", "gated"], "--modes gated: expected one of bigbird, chunked, linear, linformer, "),
-    (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has materialised, "),
-    (["--modes", "linear"], "--modes linear: linear has no form ''; it has parallel, rowwise"),
-    (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks requires chunked"),
-    (["--passes", "backward"], "--passes is backward; expected forward or both"),
-    (["--contexts", "32,x"], "--contexts is 32,x; expected a whole number"),
-    (["--contexts", "32,0"], "--contexts is 32,0; expected at least 1"),
-    (["--repeats", "0"], "--repeats is 0; expected at least 1"),
-    (["--json", "nowhere/x.json"], "--json nowhere/x.json: cannot be written"),
-    (["--picture", "nowhere/x.png"], "--picture nowhere/x.png: cannot be written"),
-])
-def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attention, "measure_all", lambda *_, **__: pytest.fail("measured all the same"))
-    assert attention.main([*TINY, *(["contexts"] if flags[0].startswith("-") else []), *flags]) == 2
-    assert message in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Every benchmark as a command, on a machine that has little more than jax and tyro."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -95,3 +96,40 @@ def test_a_switch_may_have_a_value(words, on, others):
     (options, results), = found
     assert (options.quick, results.train_flags) == (on, others)
     assert options.name == ("True" if "--name" in words else "a")
+
+
+@pytest.mark.parametrize(("line", "messages"), [
+    ("attention contexts --modes softmax,sotfmax", "modes sotfmax"),
+    ("attention contexts --modes reformer:round=4", "reformer:round=4 rounds"),
+    ("attention contexts --modes softmax:flash", "softmax:flash materialised"),
+    ("attention contexts --modes linear", "linear parallel"),
+    ("attention noncausal --modes gated", "gated"),
+    ("attention chunks --modes linear:parallel", "linear:parallel chunked"),
+    ("attention kernel --picture kernel.png", "picture kernel"),
+    ("attention contexts --passes backward", "passes backward forward"),
+    ("attention contexts --contexts 32,x", "contexts 32,x number"),
+    ("attention contexts --contexts 32,0", "contexts 32,0 1"),
+    ("attention contexts --repeats 0", "repeats 0 1"),
+    ("attention contexts --json nowhere/x.json", "json nowhere/x.json"),
+    ("attention contexts --picture nowhere/x.png", "picture nowhere/x.png"),
+    ("train_step --heads 3", "model.heads 3 model.width"),
+    ("train_step --sizes 124m", "sizes 124m 124M"),
+    ("train_step --accumulate 3", "accumulate 3"),
+    ("train_step --peer nanogpt=nowhere", "peer nanogpt=nowhere"),
+    ("sampling --peer nanogpt", "peer nanogpt transformers"),
+    ("sampling --recipe r.py --sizes 124M", "recipe sizes"),
+    ("sampling --picture sampling.txt", "picture sampling.txt .png"),
+    ("endless --positions learned", "positions learned rotary"),
+    ("headline --minutes -1", "minutes -1 0"),
+    ("headline --context 64 --model.width 16 --model.heads 3", "model.heads 3 model.width 16"),
+    ("suite --out out --only corectness", "only corectness correctness"),
+    ("tune", "GPU cpu"),
+])
+def test_usage_errors_name_the_flag_and_the_value_before_any_work(line, messages, monkeypatch, tmp_path, capsys):
+    (tmp_path / "configs").symlink_to(FOLDER.parent / "configs")
+    monkeypatch.chdir(tmp_path)
+    name, *words = line.split()
+    assert importlib.import_module(f"benchmarks.{name}").main(words) == 2
+    error = capsys.readouterr().err
+    assert all(message in error for message in messages.split()), error
+    assert [path.name for path in tmp_path.iterdir()] == ["configs"]

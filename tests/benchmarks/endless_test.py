@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import jax
 import pytest
 
 from benchmarks import endless, timing
@@ -13,13 +12,6 @@ from configs.schema import ModelConfig
 from tests import tiny
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture(autouse=True)
-def allow_rank_promotion():
-    """Flax adds biases of one dimension to what it projects."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +56,3 @@ def test_a_process_draws_all_tokens_and_times_its_windows(capsys):
 def test_growth_leaves_out_the_warm_up():
     assert endless.growth([9.0, 9.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0, 2.0, 2.0]) == (1.0, 2.0, 2.0)
     assert endless.growth([1.0, 2.0, 3.0]) == (1.0, 3.0, 3.0)
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--positions", "learned"], "--positions is learned; expected rotary or none"),
-    (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
-])
-def test_usage_errors_are_told_before_any_work(recipe, flags, message, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(timing, "in_process", lambda *_: pytest.fail("measured all the same"))
-    assert endless.main(["--recipe", str(recipe), *flags]) == 2
-    assert message in capsys.readouterr().err

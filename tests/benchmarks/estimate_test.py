@@ -1,8 +1,6 @@
 """The estimates of programs and of the devices of a mesh: their text and files, and what the command says it lacks."""
 
 import json
-import os
-import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -42,40 +40,39 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     path = tmp_path / "estimate.json"
     assert estimate.main(["configs/gpt2_124m.py", "--attention", "chunked", "--vocabulary", "257", "--json",
                           str(path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("an estimate, no measurement: NVIDIA H200 at 4 TB/s")
-    assert f"jax {jax.__version__}" in said.splitlines()[0]
-    assert "5.000 ms, 10 launches" in said
-    assert "softmax: 10.000 ms, 2.00 times as long" in said
-    assert "memory: 1.00 GiB, as compiled for this card; fits: h200, " in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("an estimate, no measurement: NVIDIA H200 at 4 TB/s")
+    assert f"jax {jax.__version__}" in printed.splitlines()[0]
+    assert "5.000 ms, 10 launches" in printed
+    assert "softmax: 10.000 ms, 2.00 times as long" in printed
+    assert "memory: 1.00 GiB, as compiled for this card; fits: h200, " in printed
     contents = json.loads(path.read_text())
     assert contents["ms"] == pytest.approx(5)
     assert contents["softmax"]["ms"] == pytest.approx(10)
     assert contents["rows"] == [{"group": "a product", "count": 10, "bytes": 20 * 10**9, "operations": 0,
                                  "ms": pytest.approx(5)}]
     assert estimate.main(["--kernel", "linear_attention:2,64,4,32"]) == 0
-    said = capsys.readouterr().out
-    assert "0.030 ms, 10 launches, 0.0 passes over memory" in said
-    assert "11 passes" in said
+    printed = capsys.readouterr().out
+    assert "0.030 ms, 10 launches, 0.0 passes over memory" in printed
+    assert "11 passes" in printed
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("flags", "told"), [
+@pytest.mark.parametrize(("flags", "message"), [
     ([], "expected a recipe and flags of train.py, or --kernel"),
     (["--kernel", "linear_attention:1,2,3,4", "--sampling"], "takes neither a recipe"),
-    (["--kernel", "attention:1,2,3,4"], "expected one of delta_rule, linear_attention, power_attention, "
-                                         "softmax_attention"),
+    (["--kernel", "attention:1,2,3,4"], "linear_attention, power_attention"),
     (["--kernel", "linear_attention:1,2,3"], "expected B, T, H and D"),
     (["--kernel", "linear_attention:1,2,3,4", "--card", "h300"], "--card is h300; expected "),
     (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),
     (["configs/gpt2_124m.py", "--vocabulary", "257"], "`make gpu-check` builds an environment that can"),
 ])
-def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+def test_usage_errors(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                       capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(target, "can_compile", lambda: False)
     monkeypatch.setattr(target, "ENVIRONMENTS", tmp_path)
     assert estimate.main(flags) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.fast
@@ -94,15 +91,14 @@ def test_the_program_is_compiled_by_the_python_that_can(monkeypatch: pytest.Monk
 @pytest.mark.fast
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():
     has = cards.MOST_SHARE * cards.MEMORY["h200"] / 2**10
-    with pytest.raises(ConfigError, match=rf"needs 200.0 GiB, .* may take {has:.1f} .*: {200 - has:.1f} GiB are missing"
-                                          r"; a larger --train.accumulate"):
+    with pytest.raises(ConfigError, match=rf"200\.0 GiB.* {has:.1f} .*{200 - has:.1f} GiB.*train\.accumulate"):
         estimate.check_fits(200 * 2**30, "h200")
     estimate.check_fits(2**30, "h200")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("devices", [None, 2])
-def test_estimates_of_a_small_step(devices: int | None, tmp_path: Path):
+def test_estimates_of_a_small_step(devices: int | None, tmp_path: Path, gpu_python: str):
     found = _run(tmp_path, "configs/quickstart.py", "--attention", "softmax", "--vocabulary", "512", *(
         f"--model.{name}={value}" for name, value in {"layers": 1, "heads": 2, "width": 128, "context": 1024,
                                                       "dtype": "bfloat16", "positions": "rotary"}.items()),
@@ -122,7 +118,7 @@ def test_estimates_of_a_small_step(devices: int | None, tmp_path: Path):
 
 
 @pytest.mark.thorough
-def test_the_estimate_of_a_small_call(tmp_path: Path):
+def test_the_estimate_of_a_small_call(tmp_path: Path, gpu_python: str):
     call = _run(tmp_path, "--kernel", "linear_attention:1,1024,2,64")
     names = {row["group"] for row in call["rows"]}
     assert {"linear_attention_forward", "linear_attention_dq"} <= names
@@ -131,11 +127,7 @@ def test_the_estimate_of_a_small_call(tmp_path: Path):
 
 
 def _run(folder: Path, *flags: str) -> dict[str, Any]:
-    """The file of an estimate, from a process of its own."""
-    try:
-        target.find_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    """The file of an estimate, from a process of its own, because the number of devices is fixed when jax starts."""
     path = folder / "estimate.json"
     done = subprocess.run([sys.executable, "-m", estimate.MODULE, *flags, "--json", path], capture_output=True,
                           text=True, cwd=Path(__file__).parents[2], check=False)
@@ -143,28 +135,12 @@ def _run(folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def run_devices(*flags: str) -> subprocess.CompletedProcess[str]:
-    """In a new process, because the number of devices is fixed when jax starts."""
-    return subprocess.run([sys.executable, "-m", "benchmarks.estimate", "configs/quickstart.py", *flags],
-                          cwd=Path(__file__).parents[2], env=os.environ | {"JAX_PLATFORMS": "cpu"},
-                          capture_output=True, text=True, check=False)
-
-
-def test_a_mesh_that_does_not_take_all_devices_is_refused():
-    done = run_devices("--devices", "3", "--card", "cpu", "--mesh.context", "2", "--mesh.data", "1")
-    assert done.returncode == 2
-    assert "is 2, which leaves 1 of 3 devices idle" in done.stderr
-
-
 @pytest.mark.fast
-def test_a_batch_that_does_not_take_all_devices_is_refused_with_what_would_help():
+def test_a_mesh_that_does_not_take_all_devices_is_refused_with_what_would_help():
     config = Config(train=TrainConfig(batch_size=1, accumulate=1))
-    with pytest.raises(ConfigError, match=re.escape(
-            "--devices is 8; the mesh mesh.data 1 × mesh.fsdp 1 × mesh.tensor 1 × mesh.context 1 takes 1: "
-            "train.batch_size / train.accumulate is 1; expected --devices 1, a larger --train.batch-size, or a mesh "
-            "that splits more than the batch, such as --mesh.context 8")):
+    with pytest.raises(ConfigError, match=r"devices is 8; .* takes 1: .*devices 1, .*mesh\.context 8"):
         estimate.check_mesh(config, 8)
-    with pytest.raises(ConfigError, match=r"expected --devices 2, .*, such as --mesh\.context 8"):
+    with pytest.raises(ConfigError, match=r"expected .*devices 2, .*mesh\.context 8"):
         estimate.check_mesh(replace(config, mesh=MeshConfig(context=2)), 8)
     estimate.check_mesh(config, 1)
     estimate.check_mesh(replace(config, mesh=MeshConfig(context=8)), 8)
@@ -175,13 +151,8 @@ def test_a_batch_that_does_not_take_all_devices_is_refused_with_what_would_help(
 def test_each_device_computes_its_share_of_a_step(tmp_path):
     small = ("--card", "cpu", "--vocabulary", "257", "--model.layers", "1", "--model.width", "32", "--model.heads", "2",
              "--model.context", "64", "--train.batch-size", "2", "--train.accumulate", "1", "--mesh.data", "1")
-    found = {}
-    for devices in (1, 2):
-        path = tmp_path / f"{devices}.json"
-        done = run_devices("--devices", str(devices), "--mesh.context", str(devices), *small, "--json", str(path))
-        assert done.returncode == 0, done.stderr
-        found[devices] = json.loads(path.read_text())
-    assert "context 2; of each device" in done.stdout
+    found = {devices: _run(tmp_path, "configs/quickstart.py", "--devices", str(devices), "--mesh.context", str(devices),
+                           *small) for devices in (1, 2)}
     assert found[1]["collectives"] == {}
     # Shorter chunks, but a device folds its tokens into a state besides.
     assert found[2]["operations"] / found[1]["operations"] == pytest.approx(0.5, abs=0.05)

@@ -16,24 +16,6 @@ from tests.compilation.made import ATOMICS, CLEAN, COMPILERS, LIMIT, SPILLING
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize(("most", "code"), [(3, 0), (2, 1)])
-def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "inspect", lambda *_: MachineCode(read_assembler(CLEAN), 3))
-    case = gpu_check.Case("a token", lambda: "traced", ("linear_attention_",), token=True, most=most)
-    assert run(case, monkeypatch) == code
-    printed = capsys.readouterr()
-    assert "Launches for a token\ncase " in printed.out
-    assert ("a token: has 3 launches, more than 2" in printed.err) == bool(code)
-
-
-def run(case: gpu_check.Case, monkeypatch) -> int:
-    """The exit code of the command for one case."""
-    monkeypatch.setattr(gpu_check, "can_compile", lambda: True)
-    monkeypatch.setattr(gpu_check, "Target", _Target)
-    monkeypatch.setattr(gpu_check, "cases", lambda _: [case])
-    return gpu_check.main([])
-
-
 class _Target(target.Target):
     """Compiles nothing."""
 
@@ -42,41 +24,62 @@ class _Target(target.Target):
             raise jax.errors.JaxRuntimeError("INTERNAL: shared memory 300000 exceeds 232448\nmore")
 
 
-@pytest.mark.parametrize(("kernels", "code", "said"), [
-    (CLEAN, 0, "1 kernels of ours in 1 programs: no spill, no serialised wgmma, no overrun"),
-    (CLEAN + COMPILERS, 0, "1 kernels of ours in 1 programs: no spill, no serialised wgmma, no overrun"),
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """``check(case, found)``: exit code, output and errors of the command where compilation finds that."""
+    monkeypatch.setattr(gpu_check, "can_compile", lambda: True)
+    monkeypatch.setattr(gpu_check, "Target", _Target)
+
+    def checked(case, found=None):
+        monkeypatch.setattr(gpu_check, "cases", lambda _: [case])
+        if found is not None:
+            monkeypatch.setattr(gpu_check, "inspect", lambda *_: found)
+        code = gpu_check.main([])
+        return code, *capsys.readouterr()
+
+    return checked
+
+
+@pytest.mark.parametrize(("most", "expected"), [(3, 0), (2, 1)])
+def test_more_launches_than_there_were_fail(most, expected, check):
+    case = gpu_check.Case("a token", lambda: "traced", ("linear_attention_",), token=True, most=most)
+    code, out, err = check(case, MachineCode(read_assembler(CLEAN), 3))
+    assert code == expected
+    assert "Launches for a token\ncase " in out
+    assert ("a token: has 3 launches, more than 2" in err) == bool(code)
+
+
+@pytest.mark.parametrize(("kernels", "expected", "text"), [
+    (CLEAN, 0, "1 kernels of ours in 1 programs: no spill"),
+    (CLEAN + COMPILERS, 0, "1 kernels of ours in 1 programs: no spill"),
     (CLEAN + SPILLING, 1, "a case: linear_attention_dq spills registers, 1,436 bytes; serialises wgmma"),
     (COMPILERS, 1, "a case: our kernel linear_attention_… is missing"),
     ("", 1, "a case: our kernel linear_attention_… is missing"),
 ])
-def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "inspect", lambda *_: MachineCode(read_assembler(kernels), 3))
-    assert run(gpu_check.Case("a case", lambda: "traced", ("linear_attention_",)), monkeypatch) == code
-    printed = capsys.readouterr()
-    assert said in printed.out + printed.err
-    assert printed.out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
+def test_fails_on_faults_of_ours_alone(kernels, expected, text, check):
+    code, out, err = check(gpu_check.Case("a case", lambda: "traced", ("linear_attention_",)),
+                           MachineCode(read_assembler(kernels), 3))
+    assert code == expected
+    assert text in out + err
+    assert out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_atomic_additions_fail_where_two_runs_have_to_be_equal(deterministic, monkeypatch, capsys):
+def test_atomic_additions_fail_where_two_runs_have_to_be_equal(deterministic, check):
     found = find_atomics(ATOMICS)
     assert found == ("input_scatter_fusion", "reduce_1")
-    monkeypatch.setattr(gpu_check, "inspect", lambda *_: MachineCode(read_assembler(CLEAN), 3, found))
-    case = gpu_check.Case("a step", lambda: "traced", (), deterministic=deterministic)
-    assert run(case, monkeypatch) == int(deterministic)
-    printed = capsys.readouterr()
-    assert ("a step: adds floating-point numbers atomically, in input_scatter_fusion" in printed.err) is deterministic
+    code, _, err = check(gpu_check.Case("a step", lambda: "traced", (), deterministic=deterministic),
+                         MachineCode(read_assembler(CLEAN), 3, found))
+    assert code == int(deterministic)
+    assert ("a step: adds floating-point numbers atomically, in input_scatter_fusion" in err) is deterministic
 
 
-def test_a_program_without_a_kernel_fails(monkeypatch, capsys):
-    assert run(gpu_check.Case("a case", lambda: "traced", ()), monkeypatch) == 1
-    assert "a case: cannot be compiled: the compiler has written no kernel\n" in capsys.readouterr().err
-
-
-def test_what_cannot_be_compiled_fails_with_the_first_line(monkeypatch, capsys):
-    assert run(gpu_check.Case("a case", lambda: None, ()), monkeypatch) == 1
-    said = "a case: cannot be compiled: INTERNAL: shared memory 300000 exceeds 232448\n"
-    assert f"gpu-check: jax {jax.__version__}: {said}" in capsys.readouterr().err
+@pytest.mark.parametrize(("traced", "reason"), [
+    ("traced", "the compiler has written no kernel"), (None, "INTERNAL: shared memory 300000 exceeds 232448")])
+def test_what_cannot_be_compiled_fails_with_the_first_line(traced, reason, check):
+    code, _, err = check(gpu_check.Case("a case", lambda: traced, ()))
+    assert code == 1
+    assert f"gpu-check: jax {jax.__version__}: a case: cannot be compiled: {reason}\n" in err
 
 
 def test_equal_kernels_are_a_line_once():
@@ -116,7 +119,9 @@ SPILL = """
 import sys
 from benchmarks import gpu_check
 from kernels.linear_attention import tuning
-tuning._default_tiles = lambda *_, **__: tuning.Tiles(chunk=64, tile=64, warps=1, stages=1)
+few, default = tuning.Tiles(chunk=64, tile=64, warps=1, stages=1), tuning.default_row
+tuning.default_row = lambda *given, **options: default(*given, **options)._replace(
+    forward=few, backward=few, queries=None)
 sys.exit(gpu_check.main(["--only", "B8 T1024"]))
 """
 

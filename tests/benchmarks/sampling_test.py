@@ -19,13 +19,6 @@ from tests import tiny
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3", "--dtype", "float32"]
 
 
-@pytest.fixture(autouse=True)
-def allow_rank_promotion():
-    """Flax adds biases of one dimension to what it projects."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.mark.thorough
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     path = tmp_path / "sampling.json"
@@ -49,23 +42,6 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     assert (prompt["mode"], prompt["tokens"]) == ("chunked", 40)
     assert prompt["ratio"] == pytest.approx(prompt["one_by_one_seconds"] / prompt["seconds"])
     assert len(capsys.readouterr().out.splitlines()) == 8
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["softmax", "chunked"])
-def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch):
-    config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=(mode,))
-    sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
-    compiled = []
-
-    def timed(sampler, tokens):
-        compiled.append(sampler._decode._cache_size())
-        return 2.0
-
-    monkeypatch.setattr(sampling, "_draw_seconds", timed)
-    assert sampling.measure_prompt(sampler, 1500)["one_by_one_seconds"] == 2
-    sampler.warm_up(1, 1500)
-    assert compiled == [sampler._decode._cache_size()]
 
 
 def test_the_model_of_a_recipe_is_the_recipes(tmp_path):
@@ -113,22 +89,6 @@ def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
     assert row["error"] == "out of memory: needs more"
 
 
-@pytest.mark.thorough
-def test_interrupted_the_file_has_the_batches_before(tmp_path, monkeypatch, capsys):
-    def timed(cases, *arguments, **options):
-        if path.exists() and len(json.loads(path.read_text())["rows"]) == 2:
-            raise KeyboardInterrupt
-        return {case: [1.0] for case in cases}
-
-    path = tmp_path / "sampling.json"
-    monkeypatch.setattr(timing, "time_by_turns", timed)
-    assert sampling.main([*TINY, "--positions", "8,16", "--batches", "1,2", "--modes", "chunked", "--json",
-                          str(path)]) == 130
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["batch"], row["position"]) for row in rows] == [(1, 8), (1, 16)]
-    assert "2 rows" in capsys.readouterr().err
-
-
 def test_times_are_of_a_token_and_relative_to_the_first_position(monkeypatch):
     monkeypatch.setattr(timing, "time_by_turns", lambda runs, *_: {case: [1.0 * case[1]] for case in runs})
     options = sampling.main.parse(["--positions", "8,16", "--repeats", "1"])
@@ -138,19 +98,6 @@ def test_times_are_of_a_token_and_relative_to_the_first_position(monkeypatch):
     assert rows[0].milliseconds == pytest.approx(1e3 * seconds)
     assert rows[0].tokens_per_second == pytest.approx(2 / seconds)
     assert [row.ratio for row in rows] == [1, 2]
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
-    (["--peer", "nanogpt"], "--peer is nanogpt; expected transformers or None"),
-    (["--recipe", "r.py", "--sizes", "124M"], "--recipe and --sizes: expected one of them"),
-    (["--sizes", "125M"], "--sizes is 125M; expected 124M, 355M, 774M or 1558M"),
-    (["--picture", "sampling.txt"], "--picture sampling.txt: expected a .png or .svg file"),
-])
-def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert sampling.main([*TINY, *flags]) == 2
-    assert message in capsys.readouterr().err
 
 
 def make_sampler(**fields: Any) -> sampling.Sampler:
@@ -172,13 +119,36 @@ def test_a_continuation_needs_no_prompt():
 def test_a_continuation_comes_back_to_its_position(monkeypatch):
     """Or what is measured at a position would be the time at those after it."""
     sampler, positions = make_sampler(), []
-    decode = sampler._decode
-    monkeypatch.setattr(sampler, "_decode", lambda leaves, memory, *rest: (
-        positions.append(memory.cache.position_B.tolist()), decode(leaves, memory, *rest))[1])
+    make_decoder = sampler.decoder
+
+    def decoder(*arguments):
+        decode = make_decoder(*arguments)
+        return lambda state, *rest: (positions.append(state.cache.position_B.tolist()), decode(state, *rest))[1]
+
+    monkeypatch.setattr(sampler, "decoder", decoder)
     draw_tokens = sampling.continuation(sampler, 5000, calls=2, samples=2)
-    drawn = [draw_tokens() for _ in range(5)]
+    for _ in range(5):
+        draw_tokens()
     assert positions == [[place] * 2 for place in (5000, 5000 + TOKENS_PER_CALL) * 2 + (5000,)]
-    assert all(tokens_BT.shape == (2, TOKENS_PER_CALL) for tokens_BT in drawn)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["softmax", "chunked"])
+def test_nothing_is_compiled_while_tokens_are_timed_one_by_one(mode, monkeypatch, caplog):
+    seconds_a_call, compiled = timing.seconds_a_call, []
+
+    def watched(*arguments):
+        caplog.clear()
+        with jax.log_compiles():
+            seconds = seconds_a_call(*arguments)
+        compiled.append([record.message for record in caplog.records if "Compiling" in record.message])
+        return seconds
+
+    monkeypatch.setattr(timing, "seconds_a_call", watched)
+    sampling.measure_prompt(make_sampler(attention=(mode,)), 300)
+    *reading, drawing = compiled
+    assert reading[0]
+    assert drawing == []
 
 
 def test_a_continuation_beyond_the_learned_positions_is_refused():

@@ -99,16 +99,6 @@ def test_the_summary_compares_the_kernel_with_fla(tmp_path):
                      "| kernel: 1, 8192, 96, 128, chunked:pallas_gpu, both over fla | 0.8 | 0.6 | no | – |"]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--only", "corectness"], "--only is corectness; expected correctness, kernel, "),
-    (["--minutes", "0"], "--minutes is 0; expected a number above 0"),
-    (["--seconds-per-case", "-1"], "--seconds-per-case is -1; expected a number above 0"),
-])
-def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):
-    assert suite.main(["--out", str(tmp_path / "out"), *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path, capsys):
     (tmp_path / "file").touch()
     for path, reason in ((tmp_path / "file", "it is a file"), (tmp_path / "file" / "x", "Not a directory")):

@@ -20,13 +20,6 @@ from models.gpt import resolve_config
 TINY = ["--tokens", "64", "--width", "16", "--layers", "1", "--heads", "2", "--repeats", "2", "--dtype", "float32"]
 
 
-@pytest.fixture(autouse=True)
-def allow_rank_promotion():
-    """Flax adds biases of one dimension to what it projects."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.mark.thorough
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     path = tmp_path / "step.json"
@@ -59,38 +52,6 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     assert len(lines) == 4
     assert lines[1].split()[1] == "softmax:materialised"
     assert lines[1].split()[-1] == "1.00"
-
-
-@pytest.mark.thorough
-def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_step, "peak_bytes", lambda compiled: 2**60)
-    path = tmp_path / "step.json"
-    modes = "softmax:cudnn,softmax:materialised"
-    assert train_step.main([*TINY, "--contexts", "32", "--modes", modes, "--json", str(path)]) == 1
-    cudnn, large = json.loads(path.read_text())["rows"]
-    assert cudnn["milliseconds"] is None
-    assert "NVIDIA GPU" in cudnn["error"]
-    assert large["milliseconds"] is None
-    assert large["samples"] == []
-    assert "needs 1073741824.0 GiB" in large["error"]
-    assert "softmax:materialised, context 32, batch 2: out of memory: needs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "softmax,sotfmax"], "--modes sotfmax: expected one of "),
-    (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has cudnn, blockwise"),
-    (["--heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
-    (["--contexts", "32,x"], "--contexts is 32,x; expected a whole number"),
-    (["--json", "nowhere/step.json"], "--json nowhere/step.json: cannot be written"),
-    (["--sizes", "124m"], "--sizes is 124m; expected 124M, 355M, 774M or 1558M"),
-    (["--accumulate", "3"], "--accumulate 3: does not divide the batch"),
-    (["--peer", "nanogpt=nowhere"], "--peer nanogpt=nowhere: expected nanogpt=PATH"),
-])
-def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_step, "measure", lambda *_: pytest.fail("measured all the same"))
-    assert train_step.main([*TINY, *flags]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_modes_cross_where_their_interpolated_times_are_equal():
@@ -174,16 +135,6 @@ def test_what_is_timed_is_training():
     losses = [float(step().loss) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] < 6
-
-
-def test_a_case_that_would_take_too_long_is_not_run():
-    before = train_step.Row(1024, 1, mode="softmax", milliseconds=1000.0, flops=1e9)
-    for seconds, refusal in ((20, None), (
-            10, "too slow: a call would take about 16 s by that at 1,024, and all have 10 s")):
-        predictor = timing.CostPredictor(seconds)
-        predictor.learn("softmax", 1e9, "1,024", before)
-        assert predictor.refusal("softmax", 16e9) == refusal
-        assert predictor.refusal("chunked", 16e9) is None
 
 
 def test_gpt2_sizes_one_sequence_a_step_softplus_features():

@@ -125,11 +125,6 @@ def test_a_candidate_runs_the_kernel_and_is_left_out_if_it_is_wrong(monkeypatch)
         tune.prepare(candidate, case)
 
 
-def test_it_needs_a_gpu(capsys):
-    assert tune.main([]) == 2
-    assert "requires a GPU: on a cpu the kernel is interpreted" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("contents", ['[{"device": "H200"}]', "no table"])
 def test_what_is_no_table_is_refused(contents, tmp_path, gpu, capsys):
     (tmp_path / "rows.json").write_text(contents)
