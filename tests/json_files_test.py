@@ -31,7 +31,7 @@ from lra import accuracy
 from models import attention as attentions
 from support import json_files
 from support.errors import ConfigError, JsonError, LineargptError
-from tests.comparison.made import write_run, write_windows
+from tests.comparison.run_folders import write_run, write_windows
 from tests.edited import contents, edited
 from tests.lra import accuracy_test
 from training import accounting, checkpoint, loading

@@ -27,7 +27,7 @@ from support.files import read_json
 from support.locks import is_locked
 from sweeps import estimates, folder, plan, processes
 from tests import tiny
-from tests.comparison.made import read_lines, write_lines, write_run
+from tests.comparison.run_folders import read_lines, write_lines, write_run
 from tests.edited import edited
 from training.run_folder import in_training
 
@@ -138,9 +138,9 @@ def test_makes_the_runs_in_order_and_skips_them_the_next_time(made: Made, capsys
     assert Path(record["study"]) == made.path
     assert [run["name"] for run in record["runs"]] == RUNS
     assert len({run["hash"] for run in record["runs"]}) == 4
-    kept = read_json(made.out / RUNS[0] / "run.json")
-    assert (kept["hash"], kept["finished"]) == (record["runs"][0]["hash"], True)
-    assert kept["fields"]["optimizer.learning_rate"] == 1e-3
+    of_run = read_json(made.out / RUNS[0] / "run.json")
+    assert (of_run["hash"], of_run["finished"]) == (record["runs"][0]["hash"], True)
+    assert of_run["fields"]["optimizer.learning_rate"] == 1e-3
     assert (made.out / "figures" / "figures.md").is_file()
     assert made.sweep() == 0
     assert made.begun() == []
@@ -150,10 +150,10 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: 
     (made.folder / "failing.txt").write_text(f"{RUNS[0]} {RUNS[2]} {RUNS[3]}")
     assert made.sweep() == 1
     assert made.begun() == RUNS
-    told = capsys.readouterr().err
-    assert f"{RUNS[0]}: exit code 1: train.py: the loss is not finite\n" in told
-    assert f"All seeds failed: {RUNS[2]}, {RUNS[3]}" in told
-    assert f"All seeds failed: {RUNS[0]}" not in told
+    printed = capsys.readouterr().err
+    assert f"{RUNS[0]}: exit code 1: train.py: the loss is not finite\n" in printed
+    assert f"All seeds failed: {RUNS[2]}, {RUNS[3]}" in printed
+    assert f"All seeds failed: {RUNS[0]}" not in printed
     (made.folder / "failing.txt").write_text("")
     (made.folder / "broken.txt").write_text(RUNS[0])
     assert made.sweep() == 1
@@ -169,10 +169,10 @@ def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
     process = made.start()
     wait_for((made.folder / "under_way").exists, process)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (made.folder / "saved").read_text() == RUNS[1]
-    assert "1 of 4 runs finished; repeat the command" in told
+    assert "1 of 4 runs finished; repeat the command" in printed
     (made.folder / "endless.txt").write_text("")
     made.begun()
     assert made.sweep() == 0
@@ -237,16 +237,6 @@ def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: py
     assert not in_training(made.out / RUNS[0])
 
 
-def test_what_keep_all_kept_stays(made: Made, monkeypatch: pytest.MonkeyPatch):
-    removed = []
-    monkeypatch.setattr(folder.Checkpoints, "keep_parameters", lambda self: removed.append(self.directory.parent.name))
-    (made.folder / "failing.txt").write_text(" ".join(RUNS[1:]))
-    assert made.sweep("--keep-all") == 1
-    (made.folder / "failing.txt").write_text("")
-    assert made.sweep() == 0
-    assert removed == RUNS[1:]
-
-
 @pytest.mark.parametrize("name", ["study.json", "run.json"])
 def test_records_of_another_format_are_refused(made: Made, capsys: pytest.CaptureFixture[str], name: str):
     assert made.sweep() == 0
@@ -257,7 +247,7 @@ def test_records_of_another_format_are_refused(made: Made, capsys: pytest.Captur
     assert f"{name}: format 2; this version of lineargpt reads format 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("old", "new", "told"), [
+@pytest.mark.parametrize(("old", "new", "message"), [
     ("(1e-3, 1e-2)", "(2e-3, 1e-2)", "has a run softmax-learning_rate-0.001-seed-0"),
     ('{"optimizer', '{**{}, "optimizer', None),
     ('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.steps": 5}', "train.steps 2, not 5"),
@@ -265,12 +255,12 @@ def test_records_of_another_format_are_refused(made: Made, capsys: pytest.Captur
     ('"train.seed": (0, 1)', '"train.seed": (1, 0)', "another order"),
 ])
 def test_the_folder_of_another_version_of_the_study_is_refused(made: Made, capsys: pytest.CaptureFixture[str],
-                                                               old: str, new: str, told: str | None):
+                                                               old: str, new: str, message: str | None):
     assert made.sweep() == 0
     before = {path: path.read_bytes() for path in made.out.rglob("*") if path.is_file()}
     made.change(old, new)
-    assert made.sweep() == (0 if told is None else 2)
-    assert (told or "") in capsys.readouterr().err
+    assert made.sweep() == (0 if message is None else 2)
+    assert (message or "") in capsys.readouterr().err
     for path, contents in before.items():
         assert path.read_bytes() == contents
 
@@ -292,7 +282,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: p
     assert [path.name for path in made.out.iterdir()] == [RUNS[1]]
 
 
-@pytest.mark.parametrize(("old", "new", "told"), [
+@pytest.mark.parametrize(("old", "new", "message"), [
     ('"train.seed": (0, 1)', '"train.sed": (0, 1)', "unknown flag --train.sed; perhaps you meant --train.seed"),
     ('"train.seed": (0, 1)', '"train.seed": ("x",)', "train.seed is x; expected a whole number"),
     ('"train.seed": (0, 1)', '"train.steps": (0,)', "train.steps is 0; expected at least 1"),
@@ -308,17 +298,17 @@ def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: p
     ("def figures(", "def pictures(", "not a study; expected a function figures(runs)"),
 ])
 def test_a_study_that_cannot_be_run_is_refused(made: Made, capsys: pytest.CaptureFixture[str], old: str, new: str,
-                                               told: str):
+                                               message: str):
     made.change(old, new)
     assert made.sweep() == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not made.out.exists()
 
 
 def test_no_such_study(capsys: pytest.CaptureFixture[str]):
     assert sweep.main(["studies/nothing.py", "--out", "unused"]) == 2
-    said = capsys.readouterr().err
-    assert f"expected one of {', '.join(f'studies/{name}.py' for name in STUDIES)}" in said
+    printed = capsys.readouterr().err
+    assert f"expected one of {', '.join(f'studies/{name}.py' for name in STUDIES)}" in printed
 
 
 def test_a_run_joins_no_others_that_a_launcher_started_beside_it(made: Made):
@@ -406,10 +396,10 @@ def test_what_does_not_fit_the_disk_is_refused(made: Made, monkeypatch: pytest.M
 
 def test_measure_times_a_step_of_each_program(made: Made, capsys: pytest.CaptureFixture[str]):
     assert made.sweep("--dry-run", "--measure") == 0
-    told = capsys.readouterr()
-    assert told.err.count("timing 3 steps") == 1
-    assert "--measure" not in told.out
-    assert [row[3] for row in rows(told.out).values()] == ["0:00:19"] * 4
+    printed = capsys.readouterr()
+    assert printed.err.count("timing 3 steps") == 1
+    assert "--measure" not in printed.out
+    assert [row[3] for row in rows(printed.out).values()] == ["0:00:19"] * 4
     assert not made.out.exists()
     assert made.sweep("--dry-run") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "?: add --measure to time 3 steps of each"
@@ -438,16 +428,16 @@ def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatc
     assert set(used) == {"5", "7"}
 
 
-@pytest.mark.parametrize(("flags", "told"), [
+@pytest.mark.parametrize(("flags", "message"), [
     (["--measure"], "--measure requires --dry-run"),
     (["--dry-run", "--index", "0"], "--dry-run and --index are mutually exclusive"),
     (["--parallel", "0"], "expected at least 1"),
     (["--rows", "linear"], "study.py has its own attentions"),
     (["--rows", "linear,chunkd"], "rows chunkd: no such mode; perhaps you meant chunked"),
 ])
-def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], told: str):
+def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], message: str):
     assert made.sweep(*flags) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_rows_replace_the_attentions_of_a_study(made: Made, tmp_path: Path):
@@ -571,6 +561,7 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
     cut = made.out
     made.out = tmp_path / "whole"
     assert made.sweep("--keep-all") == 0
+    assert made.sweep() == 0  # it stays as it is
 
     def losses(out: Path) -> list[tuple]:
         return [(line["split"], line["step"], line["loss"]) for line in tiny.lines(out / name)]

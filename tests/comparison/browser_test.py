@@ -22,7 +22,7 @@ from comparison.figures import Axis, Figure, Line, Point
 from comparison.page import page
 from comparison.runs import load_run
 from tests import tiny
-from tests.comparison.made import read_lines, write_evaluated, write_lines, write_run
+from tests.comparison.run_folders import read_lines, write_evaluated, write_lines, write_run
 from tests.edited import contents
 
 pytestmark = pytest.mark.thorough

@@ -20,7 +20,7 @@ from comparison.figures import (
 from comparison.runs import load_run
 from comparison.style import COLOURS
 from support.errors import ConfigError
-from tests.comparison.made import read_lines, set_fields, write_lines, write_run, write_windows
+from tests.comparison.run_folders import read_lines, set_fields, write_lines, write_run, write_windows
 
 RATE = "optimizer.learning_rate"
 

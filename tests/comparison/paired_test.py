@@ -5,7 +5,7 @@ import pytest
 from comparison.paired import paired_difference
 from comparison.runs import group, load_run
 from comparison.verdict import verdict
-from tests.comparison.made import write_run, write_windows
+from tests.comparison.run_folders import write_run, write_windows
 
 pytestmark = pytest.mark.fast
 

@@ -15,7 +15,7 @@ from comparison.figures import Axis, Figure, Line, Point, render
 from comparison.picture import picture
 from comparison.runs import group, load_run, name_runs
 from comparison.style import COLOURS
-from tests.comparison.made import read_lines, write_lines, write_run
+from tests.comparison.run_folders import read_lines, write_lines, write_run
 
 
 def test_picture_draws_setups_in_their_modes_colours_and_seeds_as_a_band(tmp_path):

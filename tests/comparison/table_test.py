@@ -11,7 +11,7 @@ from comparison.picture import picture
 from comparison.runs import load_run
 from comparison.table import as_csv, print_table, table_note
 from support.errors import RunError
-from tests.comparison.made import write_evaluated, write_run
+from tests.comparison.run_folders import write_evaluated, write_run
 
 pytestmark = pytest.mark.fast
 

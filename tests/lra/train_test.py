@@ -16,7 +16,7 @@ from lra import accuracy, tasks
 from lra import train as lra_train
 from support.errors import DataError
 from tests import tiny
-from tests.comparison.made import write_run
+from tests.comparison.run_folders import write_run
 from tests.edited import edited
 from tests.lra import fake
 from training.loading import load_model
