@@ -89,7 +89,6 @@ class Row(timing.ModeRow):
 
     @property
     def causal(self) -> bool:
-        """Whether there is a causal mask."""
         return self.part != "noncausal"
 
     @property
@@ -100,7 +99,6 @@ class Row(timing.ModeRow):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """B, T, H, D."""
         return self.batch, self.context, self.heads, self.head_width
 
     @property
@@ -115,7 +113,6 @@ class Row(timing.ModeRow):
 
     @property
     def name(self) -> str:
-        """Name of the case."""
         return f"{self.mode} at {self.shape_name}, {self.passes}"
 
     @property
@@ -152,8 +149,6 @@ class Row(timing.ModeRow):
 
 @dataclass(kw_only=True)
 class Options(report.PictureOptions):
-    """The flags."""
-
     part: tyro.conf.Positional[Literal["contexts", "chunks", "noncausal", "kernel"]]
     """What to time."""
     contexts: tuple[Count, ...] = ()
@@ -255,7 +250,6 @@ class _Cuda:
 
 
 def fla_installed() -> bool:
-    """Whether flash-linear-attention and torch are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "fla"))
 
 
@@ -371,7 +365,6 @@ def cases_of(part: str, options: Options) -> list[Row]:
 
 
 def default_modes(part: str, gpu: bool) -> list[str]:
-    """The modes that are measured if none is named."""
     if part == "noncausal":
         return ["softmax:materialised", "softmax", "linear"]
     ours = [f"{name}:{form}" for name, attention in attentions().items() for form, one in attention.forms.items()
@@ -407,16 +400,17 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     """Time, and of ``contexts`` also memory, against context or chunk length."""
     found = []
     for passes in dict.fromkeys(row.passes for row in rows):
-        of_passes = [row for row in rows if row.passes == passes]
+        pass_rows = [row for row in rows if row.passes == passes]
         if rows[0].part in ("contexts", "noncausal"):
-            quoted = [row for row in of_passes if row.published]
-            of_size = [row for row in of_passes if row.head_width == rows[0].head_width]
-            found += [Panel(curves(of_size, "label", "context", "milliseconds"), PASSES[passes], "context",
+            quoted = [row for row in pass_rows if row.published]
+            size_rows = [row for row in pass_rows if row.head_width == rows[0].head_width]
+            found += [Panel(curves(size_rows, "label", "context", "milliseconds"), PASSES[passes], "context",
                             "milliseconds"),
-                      Panel(curves(of_size, "label", "context", "mebibytes"), PASSES[passes], "context", "planned MiB",
+                      Panel(curves(size_rows, "label", "context", "mebibytes"), PASSES[passes], "context",
+                            "planned MiB",
                             curves(quoted, "label", "context", lambda row: row.published.get("megabytes")))]
         else:
-            sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in of_passes]
+            sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in pass_rows]
             found.append(Panel(curves(sized, lambda row: f"{row.label} at {row.context:,}", "chunk_size",
                                       "milliseconds"), PASSES[passes], "chunk length", "milliseconds"))
     return found
@@ -425,7 +419,6 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 @functools.partial(report.Benchmark, module="benchmarks.attention", options=Options, tables=COLUMNS, panels=panels,
                    title="One attention call")
 def main(options: Options, results: report.Results) -> None:
-    """The forms take turns at every shape."""
     if options.part == "kernel" and options.picture is not None:
         raise ConfigError("--picture: the part kernel has only a table; expected contexts, chunks or noncausal")
     timing.use_whole_device()

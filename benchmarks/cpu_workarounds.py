@@ -58,11 +58,9 @@ class Row(timing.Row):
     ratio: float | None = None
     """Time over that with all workarounds."""
     interval: tuple[float, float] | None = None
-    """95 % interval of the ratio."""
 
     @property
     def name(self) -> str:
-        """Name of the case."""
         return f"{self.measure}: {self.case}, without {self.without}"
 
 
@@ -161,8 +159,6 @@ def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) ->
 
 @dataclass(kw_only=True)
 class Options(report.Options):
-    """The flags."""
-
     measure: tuple[Literal["steps", "tokens", "process"], ...] = ("steps", "tokens", "process")
     """What to measure."""
     modes: tuple[str, ...] = ("softmax", "chunked")
@@ -186,7 +182,6 @@ class Options(report.Options):
         ("ms", "milliseconds", ",.1f"), ("rounds", "count", ""), ("ratio", "ratio", ".3f"),
         ("95 % interval", lambda row: row.interval and "{:.3f} to {:.3f}".format(*row.interval), "")))
 def main(options: Options, results: report.Results) -> None:
-    """Compares case by case."""
     timing.use_whole_device()
     if device.platform() != "cpu":
         raise ConfigError(f"requires a CPU: this device is a {device.platform()}")

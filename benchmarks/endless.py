@@ -55,12 +55,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name of the curve."""
         return f"{self.mode}, {self.positions}"
 
     @property
     def mebibytes(self) -> float | None:
-        """``resident_bytes`` in MiB."""
         return self.resident_bytes and self.resident_bytes / 2**20
 
 
@@ -160,8 +158,6 @@ def _by_power(points: picture.Curve) -> picture.Curve:
 
 @dataclass(kw_only=True)
 class Options(report.PictureOptions):
-    """The flags."""
-
     recipe: Path = Path("configs/quickstart.py")
     """Recipe of the model."""
     modes: tuple[str, ...] = ("chunked", "softmax")
@@ -179,7 +175,6 @@ class Options(report.PictureOptions):
 @functools.partial(report.Benchmark, module="benchmarks.endless", options=Options, tables=TABLE, panels=panels,
                    title="Sampling without end", measure_case=sample_tokens)
 def main(options: Options, results: report.Results) -> None:
-    """Every mode with each kind of positions."""
     cpu.configure_process()
     timing.share_device()
     configs = [(mode, recipe_model(options.recipe, mode, positions=positions))

@@ -69,8 +69,6 @@ Estimate = tuple[list[str], dict[str, Any]]
 
 @dataclass(kw_only=True)
 class Options(report.Options):
-    """The flags, besides those of ``train.py``."""
-
     card: Literal[*RATES, "cpu"] = "h200"  # pyright: ignore[reportInvalidTypeForm]
     """Card with a description in compilation/targets; cpu: only with --devices."""
     devices: Count | None = None
@@ -99,7 +97,6 @@ class Call(NamedTuple):
 
     @property
     def q_bytes(self) -> int:
-        """Of one of them."""
         return 2 * math.prod(self.shape)
 
 
@@ -122,7 +119,6 @@ def parse_call(text: str) -> Call:
 
 
 def trace_call(gpu: Target, call: Call) -> jax.stages.Traced:
-    """Forward and backward pass of a call with a causal mask."""
     @jax.jit
     def passes(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, dy_BTHD: Any) -> Any:
         y_BTHD, backward = jax.vjp(lambda *x: call.attention.call(
@@ -155,7 +151,7 @@ def check_mesh(config: Config, devices: int) -> None:
             f"{sizes['context'] * devices // used}")
 
 
-def estimate_shares(config: Config, vocabulary: int, gpu: Target | None, options: Options) -> Estimate:
+def estimate_devices(config: Config, vocabulary: int, gpu: Target | None, options: Options) -> Estimate:
     """What each of ``options.devices`` devices takes of a step.
 
     Raises:
@@ -176,7 +172,6 @@ def estimate_shares(config: Config, vocabulary: int, gpu: Target | None, options
 
 
 def estimate_call(call: Call, gpu: Target, options: Options) -> Estimate:
-    """The estimate of a call."""
     status("compiling …")
     found = estimate(gpu, trace_call(gpu, call), RATES[options.card])
     passes, least = found["bytes"] / call.q_bytes, LEAST_PASSES * call.q_bytes
@@ -231,7 +226,6 @@ def describe(config: Config, options: Options) -> str:
 
 
 def fields_of(config: Config) -> dict[str, Any]:
-    """What the file has of a config."""
     return {name: config.to_dict()[name] for name in ("model", "train")}
 
 
@@ -274,7 +268,7 @@ def main(options: Options, results: report.Results) -> int | None:
         return subprocess.run([python, "-m", MODULE, *given], env=environment, check=False).returncode
     print(notes.getvalue(), end="", file=sys.stderr)
     if program is not None and options.devices is not None:
-        lines, results.more = estimate_shares(*program, gpu, options)
+        lines, results.more = estimate_devices(*program, gpu, options)
         print("\n".join(lines))
         results.write()
         return 0

@@ -51,7 +51,6 @@ class Token(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in the table."""
         return f"token B{self.B} {self.recipe} {','.join(self.modes)} {self.dtype}"
 
     @property
@@ -78,8 +77,6 @@ token in 64 takes, when the oldest kept tokens enter the state."""
 
 
 class Case(NamedTuple):
-    """A program to compile."""
-
     name: str
     trace: Callable[[], jax.stages.Traced]
     ours: tuple[str, ...]
@@ -87,13 +84,11 @@ class Case(NamedTuple):
     token: bool = False
     """Whether its launches are counted."""
     most: int | None = None
-    """Most launches that it may have."""
     deterministic: bool = False
     """Whether two runs have to be equal to the bit."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """All programs that are compiled."""
     found = {}
     for case in op_cases.find_cases("gpu-check"):
         for computed in case.implementations if case.device_kind in (None, target.kind) else ():
@@ -121,7 +116,6 @@ def trace_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.s
 
 
 def model_of(target: Target, token: Token) -> ModelConfig:
-    """The model of a token."""
     with target.tracing():
         config = load_recipe(RECIPE.with_stem(token.recipe), token.modes[0]).model
         return gpt.resolve_config(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
@@ -198,8 +192,6 @@ def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None
 
 @dataclass(kw_only=True)
 class Options:
-    """The flags."""
-
     only: str = ""
     """Compile only the cases with this in their name."""
     ours: bool = False
@@ -218,7 +210,6 @@ class Options:
         "launches": report.columns(("case", "case", ""), ("launches", "launches", ""), ("at most", "most", ""),
                                    title="Launches for a token")})
 def main(options: Options, results: report.Results) -> None:
-    """Compiles the cases."""
     if not can_compile():
         raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
     target = Target()

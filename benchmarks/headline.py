@@ -31,8 +31,6 @@ GPU_FLAGS = ("--model.layers", "12", "--model.heads", "12", "--model.width", "76
 
 @dataclass(kw_only=True)
 class Options:
-    """The flags, besides those of ``train.py``."""
-
     minutes: Positive = 4.0
     """Of training, each run's own."""
     context: Count = 16_384

@@ -45,7 +45,6 @@ class Row(timing.ModeRow):
     """Images at once."""
     images_per_second: float | None = None
     published: float | None = None
-    """Published images a second."""
     pixel_milliseconds: dict[int, float] = field(default_factory=dict)
     """Milliseconds for a pixel of every image, by the number of tokens before it."""
 
@@ -132,8 +131,6 @@ def panels(rows: Sequence[Row]) -> list[picture.Panel]:
 
 @dataclass(kw_only=True)
 class Options(report.PictureOptions):
-    """The flags."""
-
     recipe: Path = Path("configs/mnist.py")
     """Recipe of images whose model is taken."""
     modes: tuple[str, ...] = ("linear", "softmax", "softmax:uncached")
@@ -151,7 +148,6 @@ class Options(report.PictureOptions):
 @functools.partial(report.Benchmark, module="benchmarks.images", options=Options, tables=TABLE, panels=panels,
                    title="Images by pixels")
 def main(options: Options, results: report.Results) -> None:
-    """The modes of a batch take turns."""
     timing.use_whole_device()
     configs = {mode: recipe_model(options.recipe, mode.removesuffix(UNCACHED), dtype=options.dtype)
                for mode in options.modes}

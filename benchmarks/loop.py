@@ -37,8 +37,6 @@ def rates(metrics: Path) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class Options(report.Options):
-    """The flags, besides those of ``train.py``."""
-
     recipe: str = "configs/quickstart.py"
     """Recipe of the run."""
     attention: str = "chunked"

@@ -21,8 +21,6 @@ type Curve = Mapping[Any, float | None]
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
-
     curves: Mapping[str, Curve]
     """By the name in the legend; a published curve of the same name has the same colour."""
     title: str = ""

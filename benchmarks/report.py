@@ -60,12 +60,10 @@ class NamedFiles:
 
     @property
     def json(self) -> Path:
-        """NAME.json."""
         return self.out.with_name(f"{self.out.name}.json")
 
     @property
     def picture(self) -> Path:
-        """NAME.png."""
         return self.out.with_name(f"{self.out.name}.png")
 
 
@@ -75,8 +73,6 @@ Column = tuple[str, str | int | Callable[[Any], Any], str]
 
 @dataclass(frozen=True)
 class Table:
-    """A table that is printed."""
-
     columns: Sequence[Column]
     title: str = ""
     """Printed above it, unless it is the first table."""
@@ -84,7 +80,6 @@ class Table:
     """Rows of the file ↦ what has a line."""
 
     def text(self, rows: Sequence[Any]) -> str:
-        """Headings and lines."""
         return table([heading for heading, _, _ in self.columns], [
             [_cell(line, value, form) for _, value, form in self.columns] for line in self.summary(rows)])
 
@@ -168,7 +163,6 @@ class Results:
         write_text(self._options.out.with_name(f"{self._options.out.name}.md"), text)
 
     def write(self) -> None:
-        """Writes the file, if one is named."""
         path = getattr(self._options, "json", None)
         if path is not None:
             write_json(path, self.origin | self.more | {

@@ -52,8 +52,6 @@ CALLS_PER_SAMPLE = 4
 
 @dataclass(kw_only=True)
 class Options(SizeOptions):
-    """The flags."""
-
     recipe: Path | None = None
     """Recipe whose model is taken, such as configs/quickstart.py."""
     positions: tuple[Count, ...] = (128, 8192)
@@ -74,7 +72,7 @@ class Row(timing.ModeRow):
     """
 
     position: int
-    """Tokens before the first one drawn."""
+    """Tokens before the first one sampled."""
     batch: int
     """Sequences at once."""
     size: str | None = None
@@ -105,19 +103,19 @@ def bytes_read(model: GPT, position: int, batch: int) -> int:
     products = jnp.dtype(model.config.dtype).itemsize
     parameters = count_parameters(model)
     layers = jax.eval_shape(lambda: model.init_cache(1, 1)).layers
-    kept = 0
+    state_bytes = 0
     for block, cache in zip(model.blocks, layers, strict=True):
         width = next(leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
                      if jnp.issubdtype(leaf.dtype, jnp.floating))
-        kept += block.attention.layer_state_bytes(position) * width // 4  # it counts four bytes a number
-    return parameters * products + batch * kept
+        state_bytes += block.attention.layer_state_bytes(position) * width // 4  # it counts four bytes a number
+    return parameters * products + batch * state_bytes
 
 
 def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 1) -> Callable[[], jax.Array]:
     """Draws after ``position`` tokens without reading any.
 
     The cache is filled with random numbers from 0 to 1, and its counts of tokens with ``position``. A growing cache has
-    room for the drawn tokens and no more.
+    room for the sampled tokens and no more.
 
     Args:
         sampler: of the model.
@@ -150,27 +148,27 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
                             memory)
 
     carry, decode = sampler.start(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
-    drawn = 0
+    sampled = 0
 
-    def draw_tokens() -> jax.Array:
-        nonlocal carry, drawn
-        if drawn == calls:
-            carry, drawn = (back(carry[0]), carry[1]), 0
-        drawn += 1
+    def sample_tokens() -> jax.Array:
+        nonlocal carry, sampled
+        if sampled == calls:
+            carry, sampled = (back(carry[0]), carry[1]), 0
+        sampled += 1
         _, tokens_BT, *following = decode(*carry, TOKENS_PER_CALL)
         carry = following[0], following[1]
         return tokens_BT
 
-    return draw_tokens
+    return sample_tokens
 
 
 def measure(samplers: Mapping[str, Sampler], size: str | None, batch: int, options: Options) -> list[Row]:
     """The rows of a batch: all positions of the samplers, by mode, in turns."""
     def prepare(sampler: Sampler, row: Row) -> Callable[[], jax.Array]:
         timing.check_memory(row.bytes_read)
-        draw_tokens = continuation(sampler, row.position, samples=batch, calls=CALLS_PER_SAMPLE)
-        jax.block_until_ready(draw_tokens())
-        return lambda: [draw_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
+        sample_tokens = continuation(sampler, row.position, samples=batch, calls=CALLS_PER_SAMPLE)
+        jax.block_until_ready(sample_tokens())
+        return lambda: [sample_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
 
     rows = [Row(position, batch, size, mode=mode, bytes_read=bytes_read(sampler.model, position, batch))
             for position in options.positions for mode, sampler in samplers.items()]
@@ -187,11 +185,11 @@ def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
     samples = timing.time_by_turns({"": lambda: sampler.encode(prompt_T, reserve=1)}, timing.LEAST_SAMPLES,
                                    sample_seconds=0)
     sampler.warm_up(1, tokens)
-    reading, drawing = median(samples[""]), _draw_seconds(sampler, tokens)
+    reading, drawing = median(samples[""]), _sampling_seconds(sampler, tokens)
     return {"seconds": reading, "one_by_one_seconds": drawing, "ratio": drawing / reading}
 
 
-def _draw_seconds(sampler: Sampler, tokens: int) -> float:
+def _sampling_seconds(sampler: Sampler, tokens: int) -> float:
     return timing.seconds_a_call(lambda: list(sampler.generate(
         np.zeros(1, np.int64), Sampling(), max_new_tokens=tokens)), 1)
 
@@ -220,10 +218,10 @@ def compare(rows: Sequence[Row]) -> None:
     """Fills in the figures relative to the first position and the first batch."""
     firsts: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        at_first = firsts.setdefault((row.size, row.mode, row.batch, "position"), row)
-        row.ratio = timing.ratio(row.milliseconds, at_first.milliseconds)
-        of_first = firsts.setdefault((row.size, row.mode, row.position, "batch"), row)
-        row.batch_ratio = timing.ratio(row.tokens_per_second, of_first.tokens_per_second)
+        first_position = firsts.setdefault((row.size, row.mode, row.batch, "position"), row)
+        row.ratio = timing.ratio(row.milliseconds, first_position.milliseconds)
+        first_batch = firsts.setdefault((row.size, row.mode, row.position, "batch"), row)
+        row.batch_ratio = timing.ratio(row.tokens_per_second, first_batch.tokens_per_second)
 
 
 def panels(rows: Sequence[Row], _: Sequence[Any]) -> list[picture.Panel]:
@@ -259,7 +257,6 @@ def make_configs(options: Options) -> dict[tuple[str | None, int], dict[str, Mod
 @functools.partial(report.Benchmark, module="benchmarks.sampling", options=Options, tables=TABLES, panels=panels,
                    title="Sampling")
 def main(options: Options, results: report.Results) -> None:
-    """Modes and positions take turns, batch by batch."""
     timing.use_whole_device()
     if options.peer:
         timing.share_device()

@@ -4,7 +4,7 @@
     python -m benchmarks.suite --out results/quick --minutes 3 --quick
 
 The first step is ``pytest -m gpu``. The others are the most important cases of the benchmarks. Each step is a process
-of its own with a share of the time. Time that a step does not use goes to the steps after it. A step that fails or runs
+of its own with a part of the time. Time that a step does not use goes to the steps after it. A step that fails or runs
 out of time is recorded and does not stop the others. Compiled programs are cached where ``train.py`` caches them, so
 that a second run has more time to measure. Without a git checkout, ``LINEARGPT_COMMIT`` gives the commit.
 
@@ -50,7 +50,7 @@ class Step(NamedTuple):
     module: str
     flags: str
     weight: float
-    """Its share of the time, relative to the steps after it."""
+    """Its part of the time, relative to the steps after it."""
 
 
 # Compiling takes most of the time: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers, a
@@ -106,7 +106,6 @@ def targets() -> list[Target]:
 
 
 def command_of(name: str, out: Path, seconds_per_case: float, quick: bool) -> list[str]:
-    """The command of a step."""
     step, python = STEPS[name], [sys.executable, "-m"]
     if step.module == "pytest":
         workers = ["-n", "4", "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else []
@@ -120,7 +119,7 @@ def run(name: str, command: list[str], out: Path, seconds: float) -> str:
     environment, cache = dict(os.environ), compilation_cache()
     if cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = cache
-    if name == "correctness":  # several processes share the device
+    if name == "correctness":  # several processes use the device
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     text, log = (out / f"{name}.{suffix}" for suffix in ("txt", "log"))
     with text.open("w") as stdout, log.open("w") as stderr:
@@ -163,8 +162,6 @@ def summarize(out: Path, outcomes: Mapping[str, str], quick: bool = False) -> st
 
 @dataclass(kw_only=True)
 class Options:
-    """The flags."""
-
     out: Path
     """Folder for the files."""
     minutes: Positive = 9.0
@@ -189,13 +186,13 @@ def main(options: Options, _: report.Results) -> int:
     table = ""
     for i, name in enumerate(options.only):
         left = 60 * options.minutes - (time.monotonic() - start)
-        share = left * STEPS[name].weight / sum(STEPS[later].weight for later in options.only[i:])
-        status(f"{name}: {share:.0f} s at most …")
-        outcomes[name] = "interrupted" if share >= LEAST_SECONDS else "no time left"
+        limit = left * STEPS[name].weight / sum(STEPS[later].weight for later in options.only[i:])
+        status(f"{name}: {limit:.0f} s at most …")
+        outcomes[name] = "interrupted" if limit >= LEAST_SECONDS else "no time left"
         try:
-            if share >= LEAST_SECONDS:
+            if limit >= LEAST_SECONDS:
                 command = command_of(name, out, options.seconds_per_case, options.quick)
-                outcomes[name] = run(name, command, out, share)
+                outcomes[name] = run(name, command, out, limit)
         finally:
             table = summarize(out, outcomes, options.quick)
             report.record_saved(options.out / "summary.md", "the steps so far")

@@ -92,14 +92,12 @@ class Row:
     milliseconds: float | None = None
     """Median of the samples."""
     samples: list[float] = field(default_factory=list)
-    """Milliseconds."""
     alone: bool = False
     """Whether it was timed alone, because there was too little memory for the others beside it."""
     error: str | None = None
     """Why there are no times."""
 
     def fill(self, seconds: Sequence[float]) -> None:
-        """Sets the samples."""
         self.samples = [1e3 * sample for sample in seconds]
         self.milliseconds = median(self.samples)
 
@@ -113,19 +111,15 @@ class Row:
 
     @property
     def fastest(self) -> float | None:
-        """The fastest sample in milliseconds."""
         return min(self.samples, default=None)
 
     @property
     def count(self) -> int | None:
-        """Number of samples."""
         return len(self.samples) or None
 
 
 @dataclass(kw_only=True)
 class ModeRow(Row):
-    """A measured attention mode."""
-
     mode: str
     """As on the command line."""
     implementation: str | None = None
@@ -142,7 +136,6 @@ class ModeRow(Row):
 
     @property
     def mebibytes(self) -> float | None:
-        """``peak_bytes`` in MiB."""
         return None if self.peak_bytes is None else self.peak_bytes / 2**20
 
 

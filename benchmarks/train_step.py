@@ -47,8 +47,6 @@ from training.step import StepMetrics, abstract_model, initial_state
 
 
 class Size(NamedTuple):
-    """Sizes of a model."""
-
     layers: int
     heads: int
     width: int
@@ -92,8 +90,6 @@ class SizeOptions(report.PictureOptions):
 
 @dataclass(kw_only=True)
 class Options(SizeOptions):
-    """The flags."""
-
     contexts: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192)
     """Sequence lengths."""
     tokens: Count | None = None
@@ -116,11 +112,9 @@ class Row(timing.ModeRow):
     size: str | None = None
     """Key of ``SIZES``; None: by the flags."""
     accumulate: int = 1
-    """Parts of the batch."""
     remat: str | None = None
     """As ``train.remat``."""
     flops: float | None = None
-    """Floating-point operations of a step."""
     tokens_per_second: float | None = None
     utilisation: float | None = None
     """Share of the peak of one device in the compute dtype; None if the peak is unknown."""
@@ -269,14 +263,14 @@ def panels(rows: Sequence[Row]) -> list[picture.Panel]:
     for size in dict.fromkeys(row.size for row in rows):
         others: dict[str, picture.Curve] = {}
         known = picture.published("training_step", "models").get(size, {})
-        of_size = [row for row in rows if row.size == size]
-        for row in of_size:
+        size_rows = [row for row in rows if row.size == size]
+        for row in size_rows:
             name = row.mode.partition(":")[0]
             if name == "softmax":
                 name += ":materialised" if row.implementation == "materialised" else ":cudnn"
             if name in known and known[name] not in others.values():
                 others[row.label] = known[name]
-        found.append(picture.Panel(picture.curves(of_size, "label", "context", "milliseconds"), title=size or "",
+        found.append(picture.Panel(picture.curves(size_rows, "label", "context", "milliseconds"), title=size or "",
                                    x="context (tokens)", y="milliseconds a training step", published=others))
     return found
 
@@ -315,7 +309,6 @@ def make_config(mode: str, context: int, size: Size, options: Options) -> Config
 @functools.partial(report.Benchmark, module="benchmarks.train_step", options=Options, tables=TABLE, panels=panels,
                    title="A training step")
 def main(options: Options, results: report.Results) -> None:
-    """The modes take turns at every size and context."""
     timing.use_whole_device()
     if options.peer:
         timing.share_device()

@@ -170,8 +170,6 @@ def name_of(row: tuning.Row) -> str:
 
 @dataclass(kw_only=True)
 class Options(report.Options):
-    """The flags."""
-
     only: str = ""
     """Tune only the rows with this in their name, such as 128x128."""
     out: Path | None = None
@@ -183,7 +181,6 @@ class Options(report.Options):
         ("row", "key", ""), ("setting", "setting", ""), ("call", "shape", ""), ("tiles", "tiles", ""),
         ("ms", "milliseconds", ",.3f"), ("fastest", "fastest", ",.3f")))
 def main(options: Options, results: report.Results) -> None:
-    """Tunes row after row."""
     report.check_file("--out", options.out)
     timing.use_whole_device()
     if device.platform() != "gpu":

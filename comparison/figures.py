@@ -189,7 +189,7 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
     is_numeric = all(map(_is_number, places))
     if not is_numeric:
         for each in arms:
-            each.places = {value_text(x): of_x for x, of_x in each.places.items()}
+            each.places = {value_text(x): by_value for x, by_value in each.places.items()}
     what, sign = f"val {_spelled(quantity)}", -1 if quantity == "accuracy" else 1
     lines, rows, best_runs = [], [], []
     for each in arms:
@@ -216,7 +216,7 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
                           None if best is None else counted.index(best)))
     if any(len(point.runs) == 1 for line in lines for point in line.points):
         remarks.append("Points without an interval have one seed.")
-    if best_over and any(len(of_x) > 1 for each in arms for of_x in each.places.values()):
+    if best_over and any(len(by_value) > 1 for each in arms for by_value in each.places.values()):
         remarks.append(f"Each point has its best {short_name(best_over)}, chosen on the same runs.")
     if quantity == "loss" and len(group(best_runs)) > 1:
         remarks.append(f"Each at its best {called}: {' '.join(verdict(group(best_runs)))}")
@@ -273,10 +273,10 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
     for name_of_these, these in group_by(runs, arm_of or (lambda run: run.attention)).items():
         along = _along(these, lambda run: [place_of(run), run.setup_fields.get(tuned or "")], axes)
         together |= dict.fromkeys(along)
-        of_key: dict[str, _Arm] = {}
+        arms_by_fields: dict[str, _Arm] = {}
         for run in these:
             fields = {each: value for each, value in run.setup_fields.items() if each not in (*axes, *along)}
-            arm = of_key.setdefault(json.dumps(fields, sort_keys=True), _Arm(run, fields))
+            arm = arms_by_fields.setdefault(json.dumps(fields, sort_keys=True), _Arm(run, fields))
             if run.name in unfinished or run.name in unmeasured:
                 continue
             place = arm.places.setdefault(place_of(run), {}).setdefault(
@@ -290,14 +290,14 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
             else:
                 place.runs.append(run)
                 place.values.append(value)
-        _name_arms(list(of_key.values()), (*axes, *along), name_of_these)
-        arms += of_key.values()
+        _name_arms(list(arms_by_fields.values()), (*axes, *along), name_of_these)
+        arms += arms_by_fields.values()
     for names, why in ((unfinished, "not finished"), (unmeasured, f"no val {_spelled(quantity)}"),
                        (twice, "duplicate seed"), (not_finite, f"final val {_spelled(quantity)} not finite")):
         if names:
             remarks.append(f"Left out of the means, {why}: {few(names)}.")
-    if empty := [arm.label for arm in arms if not any(place.values for of_x in arm.places.values()
-                                                      for place in of_x.values())]:
+    if empty := [arm.label for arm in arms if not any(place.values for by_value in arm.places.values()
+                                                      for place in by_value.values())]:
         remarks.append(f"Not drawn, without valid runs: {listed(empty)}.")
     if together.keys() - {"data.dir"}:
         remarks.append(f"Fields that change together with {short_name(name or tuned or '')}: "
@@ -402,13 +402,13 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
     arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over, arm)
     if not any(name(run) == baseline for run in runs):
         remarks.append(f"Nothing to draw: no run of {baseline} yet.")
-    tuned = [(each, of_x[key]) for each in arms for of_x in each.places.values()
-             for key in [_best(of_x, 1)] if of_x[key].values]
+    tuned = [(each, by_value[key]) for each in arms for by_value in each.places.values()
+             for key in [_best(by_value, 1)] if by_value[key].values]
     lines, rows, alone = [], [], []
     for each, place in tuned:
         if name(each.first) == baseline:
             continue
-        base = [(other, of_other) for other, of_other in tuned if name(other.first) == baseline
+        base = [(other, other_place) for other, other_place in tuned if name(other.first) == baseline
                 and _but_attention(other.fields) == _but_attention(each.fields)]
         pair = paired_difference(base[0][1].runs, place.runs) if len(base) == 1 else None
         if pair is None:
@@ -519,7 +519,7 @@ def _difference(pair: PairedDifference, baseline: str, label: str, place: _Place
     names = tuple(run.name for run in place.runs if run.seed in pair.seeds)
     return Point(label, pair.mean, interval, names), (
         label, baseline, str(len(pair.seeds)), "–" if pair.windows is None else f"{pair.windows:,}",
-        number_text(pair.mean), _interval_cell(interval, pair.of_seeds), verdict)
+        number_text(pair.mean), _interval_cell(interval, pair.by_seed), verdict)
 
 
 def short_name(field: str) -> str:

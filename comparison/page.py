@@ -147,11 +147,11 @@ def figures_table(comparison: Comparison, index: dict[str, int]) -> dict[str, An
     """The table of final figures, without the times to reach given losses."""
     columns = [column for column in comparison.columns if not column.key.startswith("seconds_to_")]
     members = [[index[run.name] for run in setup.runs] for setup in comparison.setups]
-    runs_of_rows = [of_row for setup, seeds in zip(comparison.setups, members, strict=True)
-                    for of_row in [*([i] for i in seeds), *([seeds] if len(setup.lasting) > 1 else [])]]
+    runs_of_rows = [row_runs for setup, seeds in zip(comparison.setups, members, strict=True)
+                    for row_runs in [*([i] for i in seeds), *([seeds] if len(setup.lasting) > 1 else [])]]
     return {"headings": ["run", "attention", *(column.heading for column in columns)],
-            "rows": [{"cells": list(row.cells(columns).values()), "runs": of_row, "mean": row.seeds > 1}
-                     for row, of_row in zip(comparison.rows, runs_of_rows, strict=True)],
+            "rows": [{"cells": list(row.cells(columns).values()), "runs": row_runs, "mean": row.seeds > 1}
+                     for row, row_runs in zip(comparison.rows, runs_of_rows, strict=True)],
             "note": table_note(comparison.rows, comparison.setups)}
 
 

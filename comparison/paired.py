@@ -13,7 +13,7 @@ import numpy as np
 from comparison.remarks import data_differs
 from comparison.runs import Run, Setup, group_by
 from comparison.statistics import CONFIDENCE, mean_interval
-from comparison.wording import Mean, interval_text, listed, of_many, of_two
+from comparison.wording import Mean, compare_many, compare_two, interval_text, listed
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class PairedDifference:
     """The steps at which the losses were measured, ascending."""
 
     @property
-    def of_seeds(self) -> tuple[float, ...]:
+    def by_seed(self) -> tuple[float, ...]:
         """Loss of b minus loss of a, by seed: the mean over the tokens of all paired windows."""
         return tuple(b - a for a, b in zip(self.a, self.b, strict=True))
 
     @property
     def mean(self) -> float:
-        return float(np.mean(self.of_seeds))
+        return float(np.mean(self.by_seed))
 
     def reversed(self) -> "PairedDifference":
         return replace(self, a=self.b, b=self.a, missing=self.missing[::-1])
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
         """Interval of the mean over the seeds, by Student's t; None for a single seed."""
-        return mean_interval(self.of_seeds, confidence)
+        return mean_interval(self.by_seed, confidence)
 
     def is_shown(self, confidence: float = CONFIDENCE) -> bool:
         """Whether the interval excludes zero; false for a single seed."""
@@ -70,10 +70,10 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
     Returns:
         None if the two have no common seed, read different tokens, or have no loss to pair.
     """
-    of_a, of_b = _by_seed(a), _by_seed(b)
-    seeds = tuple(seed for seed in of_a if seed in of_b)
-    pairs = [(of_a[seed], of_b[seed]) for seed in seeds]
-    missing = tuple(seed for seed in of_b if seed not in of_a), tuple(seed for seed in of_a if seed not in of_b)
+    a_runs, b_runs = _by_seed(a), _by_seed(b)
+    seeds = tuple(seed for seed in a_runs if seed in b_runs)
+    pairs = [(a_runs[seed], b_runs[seed]) for seed in seeds]
+    missing = tuple(seed for seed in b_runs if seed not in a_runs), tuple(seed for seed in a_runs if seed not in b_runs)
     if not seeds:
         return None
     counted = [run for pair in pairs for run in pair]
@@ -96,8 +96,8 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
             return None
     if not np.isfinite(losses).all():
         return None
-    of_a, of_b = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
-    return PairedDifference(seeds, of_a, of_b, windows, missing, steps)
+    a_runs, b_runs = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
+    return PairedDifference(seeds, a_runs, b_runs, windows, missing, steps)
 
 
 def _by_seed(runs: Sequence[Run]) -> dict[Any, Run]:
@@ -143,11 +143,11 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
             found = [(other, pair := pair.reversed())]
         interval = pair.interval()
         note = interval and f"{interval_text(interval)} over {len(pair.seeds)} seeds of {pair.windows:,} windows each"
-        text = of_two(opening, "val loss", Mean(best.label, float(np.mean(pair.a))),
+        text = compare_two(opening, "val loss", Mean(best.label, float(np.mean(pair.a))),
                       Mean(other.label, float(np.mean(pair.b))), shown=pair.is_shown(), interval=note)
     else:
         confidence = 1 - (1 - CONFIDENCE) / len(found)
-        text = of_many(opening, "val loss", Mean(best.label, means[best.label]),
+        text = compare_many(opening, "val loss", Mean(best.label, means[best.label]),
                        [(Mean(other.label, means[other.label]),
                          pair.is_shown(confidence) and pair.mean > 0) for other, pair in found])
     return [" ".join([text, *(missing_text(pair, best.label, other.label) for other, pair in found

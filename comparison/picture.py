@@ -84,9 +84,9 @@ def legend_below(canvas: "matplotlib.figure.Figure", panel: "matplotlib.axes.Axe
     def legend_of(columns: int) -> "matplotlib.legend.Legend":
         return canvas.legend(lines, labels, frameon=False, loc="outside lower center", ncols=columns)
 
-    of_one = legend_of(1)
-    columns = int(canvas.bbox.width // of_one.get_window_extent().width)
-    of_one.remove()
+    one_column = legend_of(1)
+    columns = int(canvas.bbox.width // one_column.get_window_extent().width)
+    one_column.remove()
     legend = legend_of(min(max(columns, 1), len(labels)))
     canvas.set_figheight(canvas.get_figheight() + legend.get_window_extent().height / canvas.dpi)
 

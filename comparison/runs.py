@@ -127,14 +127,14 @@ class Run:
     def options(self) -> dict[str, Any]:
         """The options of its modes by their own name, such as ``short_conv``; of modes with different values, each with
         its mode: ``window 0, softmax 4``."""
-        of_modes: dict[str, dict[str, Any]] = {}
+        by_option: dict[str, dict[str, Any]] = {}
         for name, value in (_options_by_default(self.config) | self.fields).items():
             if is_of(name, MODE_OPTIONS):
                 mode, _, option = name.removeprefix("model.modes.").partition(".")
-                of_modes.setdefault(option, {})[mode] = value
+                by_option.setdefault(option, {})[mode] = value
         return {option: next(iter(values.values())) if len(set(map(json.dumps, values.values()))) == 1
                 else ", ".join(f"{mode} {value_text(value)}" for mode, value in values.items())
-                for option, values in of_modes.items()}
+                for option, values in by_option.items()}
 
     @cached_property
     def setup_fields(self) -> dict[str, Any]:
@@ -221,8 +221,8 @@ class Run:
 
         Val losses are all kept up to ``MAX_POINTS`` lines, else means; train losses are averaged over 2 % of the run.
         """
-        of_val = self.val.points if self.val.is_whole else self.val.means
-        columns = of_val if split == "val" else self.smooth_train
+        val = self.val.points if self.val.is_whole else self.val.means
+        columns = val if split == "val" else self.smooth_train
         if axis not in columns or quantity not in columns:
             return np.empty(0), np.empty(0)
         known = np.isfinite(columns[axis])
@@ -368,7 +368,7 @@ def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
     try:
         found: dict[str, Any] = _shown(read_evaluations(path)) if (path / EVALUATION).is_file() else {"evaluations": []}
         evaluations = found["evaluations"]
-        windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
+        windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): losses for entry, losses
                    in zip(evaluations, read_window_losses(path, evaluations), strict=False)}
     except RunError as error:
         warnings.warn(f"the evaluation of {path} is left out: {error}", stacklevel=2)
@@ -403,30 +403,30 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """The fields of the config in which runs differ, by dotted name, and the options of modes, by their own name: the
     value of each run, None if it lacks the field or its modes have no such option."""
     options = [run.options for run in runs]
-    names = dict.fromkeys(name for of_run in options for name in of_run)
+    names = dict.fromkeys(name for one in options for name in one)
     return (differing([{name: value for name, value in run.fields.items() if not is_of(name, MODE_OPTIONS)}
                        for run in runs])
-            | differing([{name: of_run.get(name) for name in names} for of_run in options]))
+            | differing([{name: one.get(name) for name in names} for one in options]))
 
 
 def differing(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The fields with more than one value: the values, None for a missing field."""
     found = {}
-    for name in dict.fromkeys(name for of_run in fields for name in of_run):
-        if len({json.dumps(of_run[name]) for of_run in fields if name in of_run}) > 1:
-            found[name] = [of_run.get(name) for of_run in fields]
+    for name in dict.fromkeys(name for one in fields for name in one):
+        if len({json.dumps(one[name]) for one in fields if name in one}) > 1:
+            found[name] = [one.get(name) for one in fields]
     return found
 
 
 def group(runs: Sequence[Run]) -> list[Setup]:
     """The set-ups, in the order of the runs."""
     setups: dict[tuple[str, int], list[Run]] = {}
-    of_seed: Counter[tuple[str, Any]] = Counter()
+    seed_counts: Counter[tuple[str, Any]] = Counter()
     for run in runs:
         seed = (run.setup, run.seed)
         # A second run of a seed does not contribute to the variance over seeds: it is not averaged.
-        setups.setdefault((run.setup, of_seed[seed]), []).append(run)
-        of_seed[seed] += 1
+        setups.setdefault((run.setup, seed_counts[seed]), []).append(run)
+        seed_counts[seed] += 1
     found, shown = list(setups.values()), shown_labels(runs)
     labels = [shown[seeds[0].label] for seeds in found]
     names = [_setup_label(label, seeds, [other[0] for other in found if other[0].label == seeds[0].label])
@@ -438,10 +438,10 @@ def group(runs: Sequence[Run]) -> list[Setup]:
 def shown_labels(runs: Sequence[Run]) -> dict[str, str]:
     """The label to show for each :attr:`Run.label`: with the implementation only where runs of one attention differ in
     it."""
-    labels = {attention: {run.label for run in alike}
-              for attention, alike in group_by(runs, lambda run: run.attention).items()}
-    return {label: label if len(of_attention) > 1 else attention
-            for attention, of_attention in labels.items() for label in of_attention}
+    labels = {attention: {run.label for run in same}
+              for attention, same in group_by(runs, lambda run: run.attention).items()}
+    return {label: label if len(alike) > 1 else attention
+            for attention, alike in labels.items() for label in alike}
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:

@@ -100,11 +100,11 @@ def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),
     runs = []
     for attention, places in itertools.product(attentions, itertools.product(*choices)):
         named = [] if attention is None else [attention.replace(",", "+")]
-        of_run = dict(fields or {})
+        run_fields = dict(fields or {})
         for axis, value, given in places:
             named += [axis, f"{value:g}" if isinstance(value, float) else str(value)]
-            of_run |= given
-        runs.append(Variation("-".join(named), recipe, attention, of_run, command))
+            run_fields |= given
+        runs.append(Variation("-".join(named), recipe, attention, run_fields, command))
     return runs
 
 

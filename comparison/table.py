@@ -140,14 +140,14 @@ def rows(runs: Sequence[Run], setups: Sequence[Setup], times: TimesToLoss | None
     for setup in setups:
         label = shown[setup.runs[0].label]
         table += [Row(run.name, label, figures(run, end, times)) for run in setup.runs]
-        of_runs = [row for row in table[-len(setup.runs):] if row.name in {run.name for run in setup.lasting}]
-        if len(of_runs) > 1:
+        run_rows = [row for row in table[-len(setup.runs):] if row.name in {run.name for run in setup.lasting}]
+        if len(run_rows) > 1:
             means, spread = {}, {}
-            for key in of_runs[0].figures:
-                known = [value for row in of_runs if (value := row.figures[key]) is not None]
-                means[key], spread[key] = mean_and_spread(known) if len(known) == len(of_runs) else (None, 0.0)
-            name = f"mean of {seeds_text(len(of_runs), len(setup.runs))}"
-            table.append(Row(name, label, means, spread, len(of_runs)))
+            for key in run_rows[0].figures:
+                known = [value for row in run_rows if (value := row.figures[key]) is not None]
+                means[key], spread[key] = mean_and_spread(known) if len(known) == len(run_rows) else (None, 0.0)
+            name = f"mean of {seeds_text(len(run_rows), len(setup.runs))}"
+            table.append(Row(name, label, means, spread, len(run_rows)))
     return table
 
 

@@ -11,7 +11,7 @@ from comparison.paired import paired_sentences
 from comparison.remarks import data_differs, devices_differ, tokenizers_differ
 from comparison.runs import Run, Setup, group, group_by
 from comparison.statistics import CONFIDENCE, welch_interval
-from comparison.wording import Mean, interval_text, listed, of_many, of_numbers, of_two
+from comparison.wording import Mean, compare_many, compare_two, interval_text, listed, versus
 
 SCHEDULES_ALIKE = 0.1
 """Maximum difference of learning rates, as fractions of their peaks, that is not mentioned."""
@@ -48,17 +48,16 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     groups = group_by(measured, lambda run: (f"size {run.size}", f"context {run.context}"))
     sentences = []
     for key, runs in groups.items():
-        of_group = group(runs)
-        if len(of_group) > 1:
-            of_which = [part for part, parts in zip(key, zip(*groups, strict=True), strict=True) if len(set(parts)) > 1]
-            found = _of_group(of_group)
-            sentences += [f"With {' and '.join(of_which)}: {' '.join(found)}"] if of_which else found
+        if len(alike := group(runs)) > 1:
+            distinct = [part for part, parts in zip(key, zip(*groups, strict=True), strict=True) if len(set(parts)) > 1]
+            found = _compare_group(alike)
+            sentences += [f"With {' and '.join(distinct)}: {' '.join(found)}"] if distinct else found
     if not sentences and len(group(measured)) > 1:
         sentences.append("No comparison: no two set-ups have the same size and context.")
     return sentences
 
 
-def _of_group(setups: Sequence[Setup]) -> list[str]:
+def _compare_group(setups: Sequence[Setup]) -> list[str]:
     """The sentences of set-ups of one context and size, all of whose runs have val points."""
     runs = [run for setup in setups for run in setup.runs]
     if data_differs(runs):
@@ -73,9 +72,9 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
         counted = {axis: _counted(axis, known) for axis in axes}
         sentences = [_at_equal(axis, *counted[axis], quantity) for axis in axes]
         sentences += _evaluated_too_late(counted, quantity)
-        sentences += _left_out(known, {axis: of_axis for axis, (of_axis, _) in counted.items()})
+        sentences += _left_out(known, {axis: axis_setups for axis, (axis_setups, _) in counted.items()})
         sentences += paired_sentences(known)
-        single = list(dict.fromkeys(setup.label for of_axis, _ in counted.values() for setup in of_axis
+        single = list(dict.fromkeys(setup.label for axis_setups, _ in counted.values() for setup in axis_setups
                                     if len(setup.runs) == 1))
         if single:
             if len(single) == len(counted["step"][0]):
@@ -104,8 +103,8 @@ def _counted(axis: str, setups: Sequence[Setup]) -> tuple[list[Setup], float]:
 def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -> list[str]:
     """Sentences about the runs that are not compared; ``counted``: those that are, by axis."""
     axes_of: dict[str, list[str]] = {}
-    for axis, of_axis in counted.items():
-        compared = {setup.label: {run.name for run in setup.runs} for setup in of_axis}
+    for axis, axis_setups in counted.items():
+        compared = {setup.label: {run.name for run in setup.runs} for setup in axis_setups}
         for setup in setups:
             seeds = [(_seed_of(setup, run), run.end("step")) for run in setup.runs
                      if run.name not in compared.get(setup.label, ())]
@@ -163,33 +162,33 @@ def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -
                             for setup in setups), key=lambda losses: losses.mean)
     crossings = [_crossing(axis, where, best.setup, other.setup, quantity) for other in others]
     if len(others) == 1:
-        return _of_two(best, others[0], what, place, crossings[0], style) + _schedules(axis, where, setups)
-    return _of_many(best, others, what, place, crossings, short) + _schedules(axis, where, setups)
+        return _compare_two(best, others[0], what, place, crossings[0], style) + _schedules(axis, where, setups)
+    return _compare_many(best, others, what, place, crossings, short) + _schedules(axis, where, setups)
 
 
 def _schedules(axis: str, where: float, setups: Sequence[Setup]) -> str:
     """A sentence about learning rates that have decayed further in some runs, which lowers the loss; or nothing. Runs
     still in their warm-up are not mentioned."""
-    shares = {}
+    fractions = {}
     for setup in setups:
         x, rate = setup.runs[0].curve(axis, "train", "learning_rate")
         peak = setup.runs[0].config.get("optimizer", {}).get("learning_rate")
         if len(x) and peak and x[np.argmax(rate)] < where:
-            shares[setup.label] = float(np.interp(where, x, rate)) / peak
-    if not shares or max(shares.values()) - min(shares.values()) <= SCHEDULES_ALIKE:
+            fractions[setup.label] = float(np.interp(where, x, rate)) / peak
+    if not fractions or max(fractions.values()) - min(fractions.values()) <= SCHEDULES_ALIKE:
         return ""
-    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    return (f" At this point, the learning rate of {low} is at {100 * shares[low]:.0f} % of its peak, that of {high} "
-            f"at {100 * shares[high]:.0f} %, so this comparison favours {low}"
+    low, high = min(fractions, key=fractions.__getitem__), max(fractions, key=fractions.__getitem__)
+    return (f" At this point, the learning rate of {low} is at {100 * fractions[low]:.0f} % of its peak, that of "
+            f"{high} at {100 * fractions[high]:.0f} %, so this comparison favours {low}"
             + ("." if _is_bounded_alike(axis, setups) else f"; bound the runs by the same {BOUNDS[axis]}."))
 
 
 def _is_bounded_alike(axis: str, setups: Sequence[Setup]) -> bool:
     """Whether the learning rates follow this axis, with the same end."""
     train = [run.config["train"] for setup in setups for run in setup.runs]
-    by_time = all(of_run.get("steps") is None for of_run in train)
+    by_time = all(one.get("steps") is None for one in train)
     end = "minutes" if by_time else "steps"
-    return by_time == (axis == "train_seconds") and len({of_run.get(end) for of_run in train}) == 1
+    return by_time == (axis == "train_seconds") and len({one.get(end) for one in train}) == 1
 
 
 class Losses(NamedTuple):
@@ -218,7 +217,7 @@ class Crossing(NamedTuple):
         return f"after {style.format(self.where)}{last}"
 
 
-def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossing | None, style: str) -> str:
+def _compare_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossing | None, style: str) -> str:
     """The comparison of two set-ups at ``place``; ``style`` formats the crossing."""
     interval = welch_interval(other.values, best.values, CONFIDENCE)
     seeds = (f"{len(best.values)} seeds each" if len(best.values) == len(other.values)
@@ -226,17 +225,17 @@ def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossi
     note = interval and f"{interval_text(interval)} over {seeds}"
     shown = _is_lower(best, other, CONFIDENCE)
     if crossing is None or not shown:
-        return of_two(f"After {place}", what, best.wording, other.wording, shown=shown, interval=note)
+        return compare_two(f"After {place}", what, best.wording, other.wording, shown=shown, interval=note)
     return (f"{best.setup.label} passes {other.setup.label} {crossing.wording(style)} and is "
-            f"{other.mean - best.mean:.4f} lower at {place}: {what} {of_numbers(best.wording, other.wording, note)}.")
+            f"{other.mean - best.mean:.4f} lower at {place}: {what} {versus(best.wording, other.wording, note)}.")
 
 
-def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
+def _compare_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
              style: str) -> str:
     """The comparison of the lowest with each of the others; ``crossings`` are those with it."""
     confidence = 1 - (1 - CONFIDENCE) / len(others)
     lower = [_is_lower(best, other, confidence) for other in others]
-    text = of_many(f"After {place}", what, best.wording,
+    text = compare_many(f"After {place}", what, best.wording,
                    [(other.wording, is_lower) for other, is_lower in zip(others, lower, strict=True)])
     passed = [f"{other.setup.label} {crossing.wording(style)}"
               for other, crossing, is_lower in zip(others, crossings, lower, strict=True) if crossing and is_lower]

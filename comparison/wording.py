@@ -15,7 +15,7 @@ class Mean(NamedTuple):
         return f"{self.value:.4f} for {self.label}"
 
 
-def of_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool, interval: str | None) -> str:
+def compare_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool, interval: str | None) -> str:
     """The comparison of two set-ups.
 
     Args:
@@ -29,15 +29,15 @@ def of_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool, int
     if not shown:
         covers = f"; the 95 % interval of the difference, {interval}, includes zero" if interval else ""
         return f"{opening}, {what} does not differ significantly: {best} and {other}{covers}."
-    return f"{opening}, {best.label} has the lower {what}: {of_numbers(best, other, interval)}."
+    return f"{opening}, {best.label} has the lower {what}: {versus(best, other, interval)}."
 
 
-def of_numbers(best: Mean, other: Mean, interval: str | None) -> str:
+def versus(best: Mean, other: Mean, interval: str | None) -> str:
     """``1.1000, versus 2.1000 for linear (95 % interval of the difference: …)``."""
     return f"{best.value:.4f}, versus {other}" + (f" (95 % interval of the difference: {interval})" if interval else "")
 
 
-def of_many(opening: str, what: str, best: Mean, others: Sequence[tuple[Mean, bool]]) -> str:
+def compare_many(opening: str, what: str, best: Mean, others: Sequence[tuple[Mean, bool]]) -> str:
     """The comparison of the lowest with each of the others, and whether each difference is significant."""
     higher = [str(other) for other, shown in others if shown]
     alike = [str(other) for other, shown in others if not shown]

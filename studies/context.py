@@ -59,15 +59,15 @@ def bound_of(run: Run) -> str:
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = []
     for bound in BOUNDS:
-        of_bound = [run for run in runs if bound_of(run) == bound]
-        if not of_bound:
+        bound_runs = [run for run in runs if bound_of(run) == bound]
+        if not bound_runs:
             continue
-        loss = loss_against(of_bound, CONTEXT, title=f"Loss against context at equal {bound}")
-        gap = differences_against(of_bound, CONTEXT, "softmax",
+        loss = loss_against(bound_runs, CONTEXT, title=f"Loss against context at equal {bound}")
+        gap = differences_against(bound_runs, CONTEXT, "softmax",
                                   title=f"Loss minus that of softmax at equal {bound}")
         if bound == "time":
             loss, gap = PUBLISHED.beside(loss), PUBLISHED.minus("softmax").beside(gap)
-            if any(run.config["data"]["tokenizer"] != "gpt2" for run in of_bound):
+            if any(run.config["data"]["tokenizer"] != "gpt2" for run in bound_runs):
                 loss, gap = (replace(figure, remarks=(*figure.remarks, "The published losses are per GPT-2 token, of "
                                                       "about four bytes; ours are per byte."))
                              for figure in (loss, gap))

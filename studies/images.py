@@ -64,9 +64,9 @@ def images_of(run: Run) -> str:
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = []
-    for images, of_images in group_by(runs, images_of).items():
+    for images, image_runs in group_by(runs, images_of).items():
         for axis in ("step", "train_seconds"):
-            figure = loss_curves(of_images, quantity=BITS, axis=axis, arm=arm_of)
+            figure = loss_curves(image_runs, quantity=BITS, axis=axis, arm=arm_of)
             shown.append(replace(figure.named(images), title=f"{figure.title}, {images}"))
     last = loss_against(runs, "data.source", of=images_of, called="images", quantity=BITS, arm=arm_of,
                         title="Bits per dimension")

@@ -89,10 +89,10 @@ def arm_of(run: Run) -> str:
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = []
     for corpus, fields in CORPORA.items():
-        of_corpus = [run for run in runs if run.context == fields["model.context"]]
-        if of_corpus:
-            of_one = [loss_against(of_corpus, RATE, arm=arm_of, title=f"Loss on {corpus} against learning rate"),
-                      *(differences(of_corpus, baseline, best_over=RATE, arm=arm_of,
-                                    title=f"Loss on {corpus} minus that of {baseline}") for baseline in BASELINES)]
-            shown += [figure.named(corpus) for figure in of_one]
+        corpus_runs = [run for run in runs if run.context == fields["model.context"]]
+        if corpus_runs:
+            loss = loss_against(corpus_runs, RATE, arm=arm_of, title=f"Loss on {corpus} against learning rate")
+            gaps = [differences(corpus_runs, baseline, best_over=RATE, arm=arm_of,
+                                title=f"Loss on {corpus} minus that of {baseline}") for baseline in BASELINES]
+            shown += [figure.named(corpus) for figure in (loss, *gaps)]
     return shown

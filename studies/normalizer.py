@@ -37,9 +37,9 @@ def get_runs(quick: bool) -> list[Variation]:
 
 def arm_of(run: Run) -> str:
     """Its name in ``ARMS``."""
-    of_run = run.config["model"]["modes"]["chunked"]
+    used = run.config["model"]["modes"]["chunked"]
     return next(name for name, values in ARMS.items()
-                if all(of_run[option] == value for option, value in values.items()))
+                if all(used[option] == value for option, value in values.items()))
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:

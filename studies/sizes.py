@@ -82,14 +82,14 @@ def size_of(run: Run) -> str:
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = []
-    for size, of_size in group_by(runs, size_of).items():
-        loss = loss_against(of_size, CONTEXT, title=f"Loss of {size} against context")
-        gap = differences_against(of_size, CONTEXT, "softmax", title=f"Loss of {size} minus that of softmax")
+    for size, size_runs in group_by(runs, size_of).items():
+        loss = loss_against(size_runs, CONTEXT, title=f"Loss of {size} against context")
+        gap = differences_against(size_runs, CONTEXT, "softmax", title=f"Loss of {size} minus that of softmax")
         if size in PUBLISHED:
             loss, gap = PUBLISHED[size].beside(loss), PUBLISHED[size].minus("softmax").beside(gap)
         shown += [figure.named(size.replace(" × ", "x")) for figure in (loss, gap)]
-    for context, of_context in sorted(group_by(runs, lambda run: run.context or 0).items()):
-        shown.append(loss_against(of_context, "model.layers", of=lambda run: run.environment.get("parameters"),
+    for context, context_runs in sorted(group_by(runs, lambda run: run.context or 0).items()):
+        shown.append(loss_against(context_runs, "model.layers", of=lambda run: run.environment.get("parameters"),
                                   called="parameters", title=f"Loss at a context of {context:,} against parameters"
                                   ).named(context))
     return shown

@@ -63,8 +63,8 @@ def part_of(run: Run) -> str:
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     shown = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False,
                           title="Loss without each part")]
-    for mode, of_mode in sorted(group_by(runs, _family).items(), reverse=True):
-        figure = differences(of_mode, "all parts", arm=part_of, title=f"What each part of {mode} is worth")
+    for mode, mode_runs in sorted(group_by(runs, _family).items(), reverse=True):
+        figure = differences(mode_runs, "all parts", arm=part_of, title=f"What each part of {mode} is worth")
         shown.append(replace(figure, name=f"{mode}-difference"))
     return shown
 

@@ -42,9 +42,9 @@ def get_runs(quick: bool) -> list[Variation]:
 
 def arm_of(run: Run) -> str:
     """Its name in ``ARMS``, or softmax."""
-    of_run = run.config["model"]["modes"].get("chunked", {})
+    used = run.config["model"]["modes"].get("chunked", {})
     return next((name for name, values in ARMS.items()
-                 if all(of_run.get(option) == value for option, value in values.items())), run.attention)
+                 if all(used.get(option) == value for option, value in values.items())), run.attention)
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -69,12 +68,13 @@ def test_the_peer_is_timed_at_the_same_sizes_or_a_row_with_the_reason(monkeypatc
     assert rows[1].error == "ModuleNotFoundError: No module named 'torch'"
 
 
-def test_bytes_are_those_of_parameters_and_of_what_is_kept():
-    for dtype, mode, kept in (("float32", "softmax", 2 * 4 * 100 * 16), ("float32", "linear", 4 * 2 * (8 * 8 + 8))):
-        config = ModelConfig(layers=2, heads=2, width=16, context=32, positions="none", dtype=dtype, attention=(mode,))
+def test_bytes_are_those_of_parameters_and_of_the_state():
+    for mode, state_bytes in (("softmax", 2 * 4 * 100 * 16), ("linear", 4 * 2 * (8 * 8 + 8))):
+        config = ModelConfig(layers=2, heads=2, width=16, context=32, positions="none", dtype="float32",
+                             attention=(mode,))
         model = nnx.eval_shape(lambda config=config: GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        assert sampling.bytes_read(model, 100, 3) == parameters * jnp.dtype(dtype).itemsize + 3 * 2 * kept
+        assert sampling.bytes_read(model, 100, 3) == parameters * 4 + 3 * 2 * state_bytes
 
 
 def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
@@ -108,11 +108,11 @@ def make_sampler(**fields: Any) -> sampling.Sampler:
 
 
 def test_a_continuation_needs_no_prompt():
-    draw_tokens = sampling.continuation(make_sampler(), 5000, calls=3, samples=2)
-    drawn = [np.asarray(draw_tokens()) for _ in range(3)]
-    assert [tokens_BT.shape for tokens_BT in drawn] == [(2, TOKENS_PER_CALL)] * 3
-    assert all((tokens_BT >= 0).all() and (tokens_BT < 11).all() for tokens_BT in drawn)
-    assert (drawn[0] != drawn[1]).any()
+    sample_tokens = sampling.continuation(make_sampler(), 5000, calls=3, samples=2)
+    sampled = [np.asarray(sample_tokens()) for _ in range(3)]
+    assert [tokens_BT.shape for tokens_BT in sampled] == [(2, TOKENS_PER_CALL)] * 3
+    assert all((tokens_BT >= 0).all() and (tokens_BT < 11).all() for tokens_BT in sampled)
+    assert (sampled[0] != sampled[1]).any()
 
 
 @pytest.mark.thorough
@@ -126,9 +126,9 @@ def test_a_continuation_comes_back_to_its_position(monkeypatch):
         return lambda state, *rest: (positions.append(state.cache.position_B.tolist()), decode(state, *rest))[1]
 
     monkeypatch.setattr(sampler, "decoder", decoder)
-    draw_tokens = sampling.continuation(sampler, 5000, calls=2, samples=2)
+    sample_tokens = sampling.continuation(sampler, 5000, calls=2, samples=2)
     for _ in range(5):
-        draw_tokens()
+        sample_tokens()
     assert positions == [[place] * 2 for place in (5000, 5000 + TOKENS_PER_CALL) * 2 + (5000,)]
 
 

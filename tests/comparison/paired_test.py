@@ -28,7 +28,7 @@ def test_seeds_and_windows_cancel_in_a_paired_difference(tmp_path):
     chunked = evaluated(tmp_path, "chunked", [0.1, 0.12, 0.14])
     pair = paired_difference(softmax, chunked)
     assert pair is not None
-    assert pair.of_seeds == pytest.approx([0.1, 0.12, 0.14])
+    assert pair.by_seed == pytest.approx([0.1, 0.12, 0.14])
     # Mean 0.12, standard deviation 0.02: 0.12 ± 4.3027 · 0.02 / √3, where the seeds alone differ by 1.
     assert pair.interval() == pytest.approx((0.12 - 0.04968, 0.12 + 0.04968), abs=1e-5)
     assert pair.is_shown()
@@ -65,7 +65,7 @@ def test_seeds_that_one_lacks_are_told_and_the_others_count(tmp_path):
     pair = paired_difference(softmax, [*chunked, *evaluated(tmp_path / "more", "chunked", [0.2], seeds=[2])])
     assert pair is not None
     assert (pair.seeds, pair.missing) == ((1, 2), ((3,), (0,)))
-    assert pair.of_seeds == pytest.approx([0.1, 0.2])
+    assert pair.by_seed == pytest.approx([0.1, 0.2])
     found = verdict(group([*softmax, *chunked, *evaluated(tmp_path / "other", "chunked", [0.2], seeds=[2])]))
     assert "over 2 seeds" in found[2]
     assert found[2].endswith("softmax lacks seed 3 and chunked lacks seed 0: the other 2 seeds are used.")
@@ -89,7 +89,7 @@ def test_other_windows_are_not_paired(tmp_path):
     assert pair is not None
     assert (pair.windows, pair.steps) == (None, (100,))
     assert pair.a == pytest.approx([2.0, 3.0])
-    assert pair.of_seeds == pytest.approx([0.1, 0.2])
+    assert pair.by_seed == pytest.approx([0.1, 0.2])
 
 
 def test_of_many_the_lowest_is_paired_with_each(tmp_path):
