@@ -5,9 +5,9 @@ import json
 import sys
 import time
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -186,59 +186,34 @@ def test_runs_take_turns():
 
 
 MODEL = """
+from unittest.mock import MagicMock
+
 print("number of parameters: 0.01M")
+GPTConfig, model = dict, MagicMock()
+model.to.return_value, model.return_value = model, (None, model.loss)
 
-class GPTConfig:
-    def __init__(self, **sizes):
-        self.sizes = sizes
-
-class GPT:
-    def __init__(self, config):
-        assert config.sizes == {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16,
-                                "dropout": 0.0, "bias": True}
-        self.calls = []
-
-    def to(self, device):
-        return self
-
-    def parameters(self):
-        return self.calls
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device):
-        self.calls.append((weight_decay, learning_rate, betas, device))
-        return self
-
-    def __call__(self, inputs, targets):
-        assert inputs.shape == targets.shape == (2, 32)
-        return None, self
-
-    def backward(self):
-        self.calls.append("backward")
-
-    def step(self):
-        self.calls.append("step")
-
-    def zero_grad(self, set_to_none):
-        self.calls.append("zero_grad")
+def GPT(config):
+    model.config = config
+    return model
 """
 
 
 def test_nanogpts_step_has_our_sizes_and_optimizer(tmp_path, monkeypatch, capsys):
-    clipped = []
-    torch = SimpleNamespace(
-        cuda=SimpleNamespace(is_available=lambda: False), manual_seed=lambda seed: None, bfloat16="bfloat16",
-        backends=SimpleNamespace(cuda=SimpleNamespace(matmul=SimpleNamespace())), autocast=lambda **_: nullcontext(),
-        from_numpy=lambda x: SimpleNamespace(to=lambda device: x), nn=SimpleNamespace(utils=SimpleNamespace(
-            clip_grad_norm_=lambda calls, norm: clipped.append((calls, norm)))))
+    torch = MagicMock()
+    torch.cuda.is_available.return_value = False
+    torch.from_numpy = lambda x: SimpleNamespace(to=lambda device: x)
     monkeypatch.setitem(sys.modules, "torch", torch)
     (tmp_path / "model.py").write_text(MODEL)
     config = Config(model=ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32"),
                     train=TrainConfig(batch_size=2))
-    step = nanogpt.make_step(nanogpt.find(f"nanogpt={tmp_path}"), config, 11)
-    step()
-    (calls, norm), _ = clipped
-    optimizer = config.optimizer
-    assert calls == [(optimizer.weight_decay, optimizer.learning_rate, (optimizer.beta1, optimizer.beta2), "cpu"),
-                     *["backward", "step", "zero_grad"] * 2]
-    assert norm == optimizer.clip_norm
+    nanogpt.make_step(nanogpt.find(f"nanogpt={tmp_path}"), config, 11)()
+    model, ours = sys.modules["nanogpt_model"].model, config.optimizer
+    assert model.config == {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16,
+                            "dropout": 0.0, "bias": True}
+    assert [x.shape for x in model.call_args.args] == [(2, 32)] * 2
+    model.configure_optimizers.assert_called_once_with(
+        ours.weight_decay, ours.learning_rate, (ours.beta1, ours.beta2), "cpu")
+    optimizer = model.configure_optimizers.return_value
+    assert model.loss.backward.call_count == optimizer.step.call_count == optimizer.zero_grad.call_count == 2
+    assert torch.nn.utils.clip_grad_norm_.call_args.args[1] == ours.clip_norm
     assert capsys.readouterr().out == ""  # what nanoGPT prints is no result

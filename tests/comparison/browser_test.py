@@ -112,20 +112,23 @@ class Browser:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
+    def box(self, element: str) -> list[float]:
+        """Left, top, width and height of an element, a JavaScript expression, which is scrolled to."""
+        return self.value(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}}); "
+                          "const {left, top, width, height} = e.getBoundingClientRect(); "
+                          "return [left, top, width, height]; })()")
+
     def click(self, element: str, times: int = 1) -> None:
-        """Click in the middle of an element, a JavaScript expression, as a mouse does."""
-        place = self.value(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}}); "
-                           "const {left, top, width, height} = e.getBoundingClientRect(); "
-                           "return {x: left + width / 2, y: top + height / 2}; })()")
+        """Click in the middle of an element, as a mouse does."""
+        left, top, width, height = self.box(element)
         for count in range(1, times + 1):
             for kind in ("mousePressed", "mouseReleased"):
-                self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=count, **place)
+                self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=count,
+                          x=left + width / 2, y=top + height / 2)
 
     def drag(self, element: str) -> None:
-        """Drag the mouse over the middle of an element, a JavaScript expression."""
-        left, top, width, height = self.value(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}}); "
-                                              "const {left, top, width, height} = e.getBoundingClientRect(); "
-                                              "return [left, top, width, height]; })()")
+        """Drag the mouse over the middle of an element."""
+        left, top, width, height = self.box(element)
         for kind, part in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
             self.send("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1,
                       x=left + part * width, y=top + part * height)
@@ -140,16 +143,6 @@ class Browser:
         traces = self.value(f"document.getElementById('{figure}').data.filter(t => t.meta.kind === '{kind}')"
                             ".map(t => ({runs: t.meta.runs.join(), x: Array.from(t.x), y: Array.from(t.y)}))")
         return {trace["runs"]: trace for trace in traces}
-
-    def screenshot(self, path: Path) -> None:
-        """A screenshot of the whole page, including the part below the window."""
-        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        image = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1})["data"]
-        path.write_bytes(base64.b64decode(image))
-
-    def pdf(self, path: Path) -> None:
-        """The page as it is printed."""
-        path.write_bytes(base64.b64decode(self.send("Page.printToPDF", preferCSSPageSize=False)["data"]))
 
     def close(self) -> None:
         """End the process."""
@@ -221,10 +214,12 @@ def browser(chromium, report) -> Iterator[Browser]:
 
 
 def keep(browser: Browser, folder: Path, name: str) -> None:
-    """Screenshot the page."""
+    """A screenshot of the whole page, including the part below the window."""
     folder = Path(os.environ.get("LINEARGPT_SCREENSHOTS") or folder)
     folder.mkdir(parents=True, exist_ok=True)
-    browser.screenshot(folder / f"{name}.png")
+    size = browser.send("Page.getLayoutMetrics")["cssContentSize"]
+    image = browser.send("Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1})["data"]
+    (folder / f"{name}.png").write_bytes(base64.b64decode(image))
 
 
 def column(run: Path, name: str, split: str = "val") -> list[float]:
@@ -455,7 +450,6 @@ def test_a_run_that_was_only_evaluated_is_drawn_by_position_alone(browser, runs,
     keep(browser, tmp_path, "evaluated-alone")
     assert drawn() == [False, False, False, True, True, True]
     assert browser.value("document.documentElement.scrollWidth") == 390
-    browser.pdf(tmp_path / "evaluated.pdf")
 
 
 def test_on_a_phone_and_on_paper(browser, report, tmp_path):
@@ -468,8 +462,7 @@ def test_on_a_phone_and_on_paper(browser, report, tmp_path):
     browser.open(report)
     browser.value("addEventListener('beforeprint', () => { printed = document.querySelector('#loss .main-svg')"
                   ".getBoundingClientRect().width; })")
-    browser.pdf(tmp_path / "report.pdf")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert base64.b64decode(browser.send("Page.printToPDF")["data"]).startswith(b"%PDF")
     assert browser.value("printed") == 680  # fits between the margins of A4 and of letter paper
     assert browser.value("document.querySelector('#loss .main-svg').getBoundingClientRect().width") > 1000
     browser.send("Emulation.setEmulatedMedia", media="print")
