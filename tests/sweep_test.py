@@ -83,7 +83,7 @@ STUDIES = sorted(file.stem for file in (tiny.ROOT / "studies").glob("[!_]*.py"))
 RUNS = [f"softmax-learning_rate-{rate}-seed-{seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
 
 
-class Made:
+class SweptStudy:
     """A study file in a folder, and sweep.py on it, with a script in place of train.py."""
 
     def __init__(self, folder: Path):
@@ -100,6 +100,11 @@ class Made:
     def sweep(self, *flags: object) -> int:
         """The exit code of sweep.py."""
         return sweep.main([str(self.path), "--out", str(self.out), *map(str, flags)])
+
+    def refused(self, capsys, *flags: object) -> str:
+        """The error of sweep.py on a wrong command line."""
+        assert self.sweep(*flags) == 2
+        return capsys.readouterr().err
 
     def start(self) -> subprocess.Popen:
         """sweep.py as a process."""
@@ -121,15 +126,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def made(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+def made(tmp_path: Path, recipe: Path, monkeypatch) -> SweptStudy:
     (tmp_path / "recipe").symlink_to(recipe.parent)
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(plan, "program", lambda command: [str(tmp_path / "fake.py")])
     monkeypatch.setattr(processes, "POLL_SECONDS", 0.01)
-    return Made(tmp_path)
+    return SweptStudy(tmp_path)
 
 
-def test_makes_the_runs_in_order_and_skips_them_the_next_time(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_makes_the_runs_in_order_and_skips_them_the_next_time(made: SweptStudy, capsys):
     assert made.sweep() == 0
     assert made.begun() == RUNS
     assert "4 done, 0 running, 0 left, ETA 0:00:00" in capsys.readouterr().out
@@ -146,7 +151,7 @@ def test_makes_the_runs_in_order_and_skips_them_the_next_time(made: Made, capsys
     assert made.begun() == []
 
 
-def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: SweptStudy, capsys):
     (made.folder / "failing.txt").write_text(f"{RUNS[0]} {RUNS[2]} {RUNS[3]}")
     assert made.sweep() == 1
     assert made.begun() == RUNS
@@ -164,7 +169,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: 
     assert made.begun() == [RUNS[0]]
 
 
-def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
+def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: SweptStudy):
     (made.folder / "endless.txt").write_text(RUNS[1])
     process = made.start()
     wait_for((made.folder / "under_way").exists, process)
@@ -179,7 +184,7 @@ def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
     assert made.begun() == RUNS[1:]
 
 
-def test_a_run_that_a_killed_sweep_left_under_way_is_waited_for(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_a_killed_sweep_left_under_way_is_waited_for(made: SweptStudy, capsys):
     (made.folder / "endless.txt").write_text(RUNS[0])
     process = made.start()
     wait_for((made.folder / "under_way").exists, process)
@@ -204,8 +209,7 @@ def test_a_run_that_a_killed_sweep_left_under_way_is_waited_for(made: Made, caps
     assert made.begun() == [RUNS[0], *RUNS]
 
 
-def test_a_run_that_another_sweep_finished_meanwhile_is_not_made_again(made: Made, monkeypatch: pytest.MonkeyPatch,
-                                                                       capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_another_sweep_finished_meanwhile_is_not_made_again(made: SweptStudy, monkeypatch, capsys):
     one = plan.plan(load_study(made.path), made.out, quick=False)[0]
 
     def finished_now(run: Path) -> bool:
@@ -219,7 +223,7 @@ def test_a_run_that_another_sweep_finished_meanwhile_is_not_made_again(made: Mad
     assert f"{RUNS[0]}: finished by another process (1 done" in capsys.readouterr().out
 
 
-def test_a_line_that_cannot_be_printed_ends_no_sweep(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_a_line_that_cannot_be_printed_ends_no_sweep(made: SweptStudy, capsys):
     with open("/dev/full", "w") as full, redirect_stdout(full):
         assert made.sweep() == 1
     assert made.begun() == RUNS
@@ -227,7 +231,7 @@ def test_a_line_that_cannot_be_printed_ends_no_sweep(made: Made, capsys: pytest.
     assert "standard output: No space left" in capsys.readouterr().err
 
 
-def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_no_run_goes_on_where_the_sweep_itself_fails(made: SweptStudy, monkeypatch):
     (made.folder / "endless.txt").write_text(RUNS[0])
     monkeypatch.setattr(processes, "last_lines", lambda folder: 1 / 0)
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
@@ -238,7 +242,7 @@ def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["study.json", "run.json"])
-def test_records_of_another_format_are_refused(made: Made, capsys: pytest.CaptureFixture[str], name: str):
+def test_records_of_another_format_are_refused(made: SweptStudy, capsys, name: str):
     assert made.sweep() == 0
     path = made.out / name if name == "study.json" else made.out / RUNS[0] / name
     with edited(path) as values:
@@ -254,7 +258,7 @@ def test_records_of_another_format_are_refused(made: Made, capsys: pytest.Captur
     ('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"checkpoint.keep": 1, "train.sample_every": 1}', None),
     ('"train.seed": (0, 1)', '"train.seed": (1, 0)', "another order"),
 ])
-def test_the_folder_of_another_version_of_the_study_is_refused(made: Made, capsys: pytest.CaptureFixture[str],
+def test_the_folder_of_another_version_of_the_study_is_refused(made: SweptStudy, capsys,
                                                                old: str, new: str, message: str | None):
     assert made.sweep() == 0
     before = {path: path.read_bytes() for path in made.out.rglob("*") if path.is_file()}
@@ -265,20 +269,17 @@ def test_the_folder_of_another_version_of_the_study_is_refused(made: Made, capsy
         assert path.read_bytes() == contents
 
 
-def test_the_folder_of_another_study_or_form_is_refused(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_the_folder_of_another_study_or_form_is_refused(made: SweptStudy, capsys):
     assert made.sweep() == 0
-    assert made.sweep("--quick") == 2
-    assert "without quick" in capsys.readouterr().err
+    assert "without quick" in made.refused(capsys, "--quick")
     made.path = made.path.rename(made.folder / "other.py")
-    assert made.sweep() == 2
-    assert f"belongs to {made.folder / 'study.py'}, not {made.path}" in capsys.readouterr().err
+    assert f"belongs to {made.folder / 'study.py'}, not {made.path}" in made.refused(capsys)
 
 
-def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_that_holds_something_else_is_not_touched(made: SweptStudy, capsys):
     (made.out / RUNS[1]).mkdir(parents=True)
     (made.out / RUNS[1] / "config.json").write_text("mine")
-    assert made.sweep() == 2
-    assert f"{RUNS[1]} does not belong to this study" in capsys.readouterr().err
+    assert f"{RUNS[1]} does not belong to this study" in made.refused(capsys)
     assert [path.name for path in made.out.iterdir()] == [RUNS[1]]
 
 
@@ -297,37 +298,33 @@ def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: p
     ("def get_runs(", "def runs(", "not a study; expected a function get_runs(quick)"),
     ("def figures(", "def pictures(", "not a study; expected a function figures(runs)"),
 ])
-def test_a_study_that_cannot_be_run_is_refused(made: Made, capsys: pytest.CaptureFixture[str], old: str, new: str,
-                                               message: str):
+def test_a_study_that_cannot_be_run_is_refused(made: SweptStudy, capsys, old: str, new: str, message: str):
     made.change(old, new)
-    assert made.sweep() == 2
-    assert message in capsys.readouterr().err
+    assert message in made.refused(capsys)
     assert not made.out.exists()
 
 
-def test_no_such_study(capsys: pytest.CaptureFixture[str]):
+def test_no_such_study(capsys):
     assert sweep.main(["studies/nothing.py", "--out", "unused"]) == 2
     printed = capsys.readouterr().err
     assert f"expected one of {', '.join(f'studies/{name}.py' for name in STUDIES)}" in printed
 
 
-def test_a_run_joins_no_others_that_a_launcher_started_beside_it(made: Made):
+def test_a_run_joins_no_others_that_a_launcher_started_beside_it(made: SweptStudy):
     (run, *_) = plan.plan(load_study(made.path), made.out, quick=False)
     assert run.arguments[-2:] == ["--distributed.processes", "1"]
 
 
-def test_benchmarks_are_runs_too(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_benchmarks_are_runs_too(made: SweptStudy, capsys):
     made.change("return grid(", 'return [Variation("step", command="benchmarks.train_step", '
                                 'fields={"contexts": "128"})] or grid(')
     run, = plan.plan(load_study(made.path), made.out, quick=False)
     assert run.arguments[1:] == ["--contexts", "128", "--json", str(made.out / "step" / "result.json")]
     made.change('"contexts"', '"contents"')
-    assert made.sweep("--dry-run") == 2
-    assert "benchmarks.train_step has no flag --contents" in capsys.readouterr().err
+    assert "benchmarks.train_step has no flag --contents" in made.refused(capsys, "--dry-run")
 
 
-def test_one_line_a_run_and_one_run_by_its_index(made: Made, monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]):
+def test_one_line_a_run_and_one_run_by_its_index(made: SweptStudy, monkeypatch, capsys):
     lines = made.folder / "lines.txt"
     assert made.sweep("--commands", lines) == 0
     assert made.begun() == []
@@ -345,11 +342,10 @@ def test_one_line_a_run_and_one_run_by_its_index(made: Made, monkeypatch: pytest
     assert made.sweep("--index", 3) == 0
     assert made.begun() == [RUNS[3]]
     assert not (made.out / "figures").exists()
-    assert made.sweep("--index", 4) == 2
-    assert "--index is 4; expected 0 to 3: the study has 4 runs" in capsys.readouterr().err
+    assert "index is 4; expected 0 to 3" in made.refused(capsys, "--index", 4)
 
 
-def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: SweptStudy, capsys):
     made.change("return grid(", 'return grid(RECIPE, ("chunked",)) + grid(')
     made.change("(0, 1)})", '(0, 1)}) + grid(RECIPE, ("softmax",), {}, {"optimizer.name": "radam"})')
     assert made.sweep("--dry-run") == 0
@@ -367,7 +363,7 @@ def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, cap
     assert found["2"][5:] == ["24 kB", "4 kB"]
 
 
-def test_what_a_cut_run_has_written_is_not_needed_again(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_cut_run_has_written_is_not_needed_again(made: SweptStudy, monkeypatch):
     (made.folder / "failing.txt").write_text(" ".join(RUNS[1:]))
     assert made.sweep() == 1
     # 4 kB for each of the three remaining runs, and 20 kB more while one of them trains.
@@ -383,8 +379,7 @@ def test_what_a_cut_run_has_written_is_not_needed_again(made: Made, monkeypatch:
     assert made.sweep("--dry-run") == 0
 
 
-def test_what_does_not_fit_the_disk_is_refused(made: Made, monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]):
+def test_what_does_not_fit_the_disk_is_refused(made: SweptStudy, monkeypatch, capsys):
     usage = estimates.shutil.disk_usage(made.folder)
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     for flags in ([], ["--dry-run"]):
@@ -394,7 +389,7 @@ def test_what_does_not_fit_the_disk_is_refused(made: Made, monkeypatch: pytest.M
     assert not made.out.exists()
 
 
-def test_measure_times_a_step_of_each_program(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_measure_times_a_step_of_each_program(made: SweptStudy, capsys):
     assert made.sweep("--dry-run", "--measure") == 0
     printed = capsys.readouterr()
     assert printed.err.count("timing 3 steps") == 1
@@ -405,17 +400,16 @@ def test_measure_times_a_step_of_each_program(made: Made, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines()[-1] == "?: add --measure to time 3 steps of each"
 
 
-def test_several_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
     assert made.sweep("--parallel", 2) == 0
     assert sorted(made.begun()) == sorted(RUNS)
     made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.minutes": 1.0}')
     made.out = made.folder / "by_minutes"
-    assert made.sweep("--parallel", 2) == 2
-    assert "share the cores of a CPU" in capsys.readouterr().err
+    assert "share the cores of a CPU" in made.refused(capsys, "--parallel", 2)
 
 
-def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_on_gpus_each_run_has_its_own(made: SweptStudy, monkeypatch):
     with pytest.raises(processes.ConfigError, match="expected at most 2"):
         processes.devices_of("gpu", 2, 3, [], {})
     assert processes.devices_of("gpu", 4, 2, [], {}) == ["0", "1"]
@@ -435,12 +429,11 @@ def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatc
     (["--rows", "linear"], "study.py has its own attentions"),
     (["--rows", "linear,chunkd"], "rows chunkd: no such mode; perhaps you meant chunked"),
 ])
-def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], message: str):
-    assert made.sweep(*flags) == 2
-    assert message in capsys.readouterr().err
+def test_flags_that_cannot_be_meant(made: SweptStudy, capsys, flags: list[str], message: str):
+    assert message in made.refused(capsys, *flags)
 
 
-def test_rows_replace_the_attentions_of_a_study(made: Made, tmp_path: Path):
+def test_rows_replace_the_attentions_of_a_study(made: SweptStudy, tmp_path: Path):
     made.change("def get_runs(quick):", "def get_runs(quick, rows=None):")
     made.change('("softmax",)', 'rows or ("softmax",)')
     lines = tmp_path / "runs.txt"
@@ -498,7 +491,7 @@ def set_run_fields(path: Path, planned: plan.PlannedRun) -> Path:
     return path
 
 
-def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatch):
     study = load_study("studies/lra.py")
     variations = study.runs(quick=False)
     assert len(variations) == len({run.attention for run in variations}) * 6 * 3 == 198
@@ -520,7 +513,7 @@ def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatc
     assert "https://storage.googleapis.com/long-range-arena/lra_release.gz" in retrieval[0]
 
 
-def test_a_dry_run_ends_with_the_studys_notes_and_what_cannot_start(made: Made, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_ends_with_the_studys_notes_and_what_cannot_start(made: SweptStudy, capsys):
     made.change("def figures(runs):", 'def notes(quick):\n    return ["9 hours"]\n\n\ndef figures(runs):')
     made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"data.dir": "nowhere", "data.source": "a/corpus"}')
     assert made.sweep("--dry-run") == 0
@@ -539,10 +532,9 @@ def test_the_hours_of_the_sizes_are_those_of_the_published_step_times():
 
 
 @pytest.mark.thorough
-def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: Path,
-                                                        capsys: pytest.CaptureFixture[str]):
+def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: Path, capsys):
     (tmp_path / "recipe").symlink_to(recipe.parent)
-    made = Made(tmp_path)
+    made = SweptStudy(tmp_path)
     made.change('"optimizer.learning_rate": (1e-3, 1e-2), "train.seed": (0, 1)}',
                 '"train.seed": (0,)}, {"train.steps": 120, "train.eval_every": 40, "checkpoint.every_steps": 10, '
                 '"checkpoint.keep": 2}')
