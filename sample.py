@@ -72,7 +72,7 @@ class Options(Sampling):
     stop: tuple[str, ...] = ()
     """Stop strings: a sample ends before the first of them. $'\\n' is a line break in most shells."""
     num_samples: int = 1
-    """Number of samples, drawn in one batch."""
+    """Number of samples, in one batch."""
     interactive: bool = False
     """Read prompts from the terminal; each continues the text so far. Ctrl-C stops a sample, Ctrl-D quits. An empty
     prompt continues the sample; \\ at the end of a line continues the prompt in the next one."""
@@ -84,7 +84,7 @@ class Options(Sampling):
     step: int | None = None
     """Step of the checkpoint. None: the latest."""
     devices: int = 1
-    """Number of devices that share the parameters."""
+    """Number of devices, each with a part of the parameters."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` for values out of range and conflicting options."""
@@ -194,7 +194,7 @@ def write(run: LoadedRun, prompt: bytes, options: Options, mesh: Mesh | None) ->
     """
     encoding = load_tokenizer(options.run, run.config, run.model.vocab_size)
     sampler = Sampler(run.model, end_of_text=tokenizers.end_of_text(encoding), mesh=mesh)
-    memory = None if options.load_state is None else state_file.load(options.load_state, run.model)
+    state = None if options.load_state is None else state_file.load(options.load_state, run.model)
     writer = SampleWriter(
         sampler, encoding, options, max_new_tokens=options.max_new_tokens, stop=options.stop,
         samples=options.num_samples, resumable=options.resumable,
@@ -203,19 +203,19 @@ def write(run: LoadedRun, prompt: bytes, options: Options, mesh: Mesh | None) ->
     origin = f"{options.run}: step {run.step}, {','.join(run.config.model.attention)}"
     if options.interactive:
         status(f"{origin}. Ctrl-C stops a sample, Ctrl-D quits")
-        memory = converse(writer, prompt, memory)
+        state = converse(writer, prompt, state)
     else:
-        prompt_T = writer.tokenize(prompt, memory)
-        sampler.length(prompt_T, memory)  # raises before any output if it is too long
+        prompt_T = writer.tokenize(prompt, state)
+        sampler.length(prompt_T, state)  # raises before any output if it is too long
         status(f"{origin}, prompt of {len(prompt_T):,} tokens"
-               + (f" after {memory.position:,} of {options.load_state}" if memory is not None else ""))
-        memory = writer.write_samples(prompt_T, memory, verbose=True)
+               + (f" after {state.position:,} of {options.load_state}" if state is not None else ""))
+        state = writer.write_samples(prompt_T, state, verbose=True)
     if options.save_state is not None:
-        if memory is None:
+        if state is None:
             status(f"{options.save_state}: not written: there is no text")
             return
-        state_file.save(options.save_state, memory, run.model, origin=f"{options.run} step {run.step}")
-        status(f"{options.save_state}: {memory.position:,} tokens in {options.save_state.stat().st_size:,} bytes")
+        state_file.save(options.save_state, state, run.model, origin=f"{options.run} step {run.step}")
+        status(f"{options.save_state}: {state.position:,} tokens in {options.save_state.stat().st_size:,} bytes")
 
 
 def read_prompt(options: Options) -> bytes:

@@ -30,7 +30,7 @@ from benchmarks.train_step import Size, Step, model_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
-from sampling.sampler import Sampler, Sampling, Settings, draw
+from sampling.sampler import Sampler, Sampling, Settings, sample_token
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
 from support.ranges import Count
@@ -107,7 +107,7 @@ def lower_sampling() -> jax.stages.Lowered:
     """Sampling a token from its logits, traced anew."""
     logits_BV, keys_B = jnp.zeros((1, GPT2_VOCABULARY)), jax.random.split(jax.random.key(0), 1)
     settings = Settings(*map(jnp.asarray, (0.0, 0, 1.0, 0.0, 1.0)))
-    return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower()
+    return jax.jit(lambda: sample_token(logits_BV, logits_BV > 0, keys_B, settings)).lower()
 
 
 def make_sampling(config: ModelConfig, sampling: Sampling) -> Callable[[], Any]:

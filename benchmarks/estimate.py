@@ -42,7 +42,7 @@ from benchmarks.recipes import parse_program
 from benchmarks.train_step import model_flops
 from compilation import target
 from compilation.cards import MEMORY, RATES, missing_bytes, verdict, verdicts
-from compilation.cost import estimate, share_of_step, use_cpu_devices
+from compilation.cost import cost_per_device, estimate, use_cpu_devices
 from compilation.target import Target
 from configs.schema import Config
 from kernels import cases as op_cases
@@ -161,7 +161,7 @@ def estimate_devices(config: Config, vocabulary: int, gpu: Target | None, option
     assert options.devices is not None
     check_mesh(config, options.devices)
     status("compiling …")
-    found = share_of_step(config, options.devices, vocabulary, gpu)
+    found = cost_per_device(config, options.devices, vocabulary, gpu)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one device"
     return [f"compiled, not run: {options.devices} × {options.card}, {mesh}; of each device:",
             f"{describe(config, options)}: {found['operations'] / 1e12:,.4f} TFLOP of products, "

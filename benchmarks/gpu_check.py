@@ -37,6 +37,12 @@ PROJECTION = "projection_decode"
 """Prefix of the kernels that compute the projections for a token of a single sample."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
+STEP_KERNELS = {"chunked": "linear_attention_", "gated": "linear_attention_", "performer": "linear_attention_",
+                "gated_delta": "delta_rule_"}
+"""Prefix of the kernels of a mode's training step."""
+TOKEN_KERNELS = {**dict.fromkeys(("linear", "chunked", "gated", "performer", "gated_delta"), "recurrent_step"),
+                 "softmax": "softmax_decode_"}
+"""Prefix of the kernels of a mode for a token."""
 DETERMINISTIC = ("chunked", "linear", "softmax")
 """The modes whose training steps have to be deterministic."""
 
@@ -56,7 +62,7 @@ class Token(NamedTuple):
     @property
     def ours(self) -> tuple[str, ...]:
         """Prefixes of our kernels in it; for several samples, XLA computes the projections."""
-        return (*(name for mode in self.modes for name in attention.load(mode).Attention.decode_kernels),
+        return (*(TOKEN_KERNELS[mode] for mode in self.modes if mode in TOKEN_KERNELS),
                 *((PROJECTION,) if self.B == 1 else ()))
 
 
@@ -73,7 +79,7 @@ TOKENS = {
 }
 """Tokens, and the most launches that each may take: those of the version of jax that takes more. A launch costs a
 microsecond or two, which is most of the time of decoding small batches. Of those of power, 23 are of a branch that a
-token in 64 takes, when the oldest kept tokens enter the state."""
+token in 64 takes, when the oldest of the last tokens enter the state."""
 
 
 class Case(NamedTuple):
@@ -101,7 +107,7 @@ def cases(target: Target) -> Iterator[Case]:
     causal = attention.causal_modes()
     for mode in causal:
         yield Case(f"training step, {mode}", lambda mode=mode: trace_step(target, mode),
-                   attention.load(mode).Attention.step_kernels, deterministic=mode in DETERMINISTIC)
+                   (STEP_KERNELS[mode],) if mode in STEP_KERNELS else (), deterministic=mode in DETERMINISTIC)
     for mode in attention.modes():
         if mode not in causal:
             yield Case(f"encoder, {mode}", lambda mode=mode: trace_encoder(target, mode), ())

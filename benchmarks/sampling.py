@@ -1,4 +1,4 @@
-"""Time to draw a token after a short and after a long text.
+"""Time to sample a token after a short and after a long text.
 
     python -m benchmarks.sampling --positions 1024,8192 --modes softmax,chunked --json sampling.json
     python -m benchmarks.sampling --sizes 124M,1558M --positions 1024,16384,65536,524288 --batches 1,32 --picture s.png
@@ -10,12 +10,12 @@ GPT-2's, with softplus features. Without ``--sizes`` the model is that of ``--wi
 ``--vocabulary``, or that of ``--recipe``, with its own positions. The modes and positions of a batch take turns; a case
 that does not fit into memory beside the others is timed alone. Figures are medians.
 
-``bandwidth`` is the share of the memory bandwidth, by data sheet, that a token needs for reading every parameter once,
-in the dtype of the products, and the state or the filled keys and values of each sequence. ``× first position`` is the
-time over that of the same mode at the first position named. ``× first batch`` is the tokens per second over those at
-the first batch named. A case that does not fit into memory is a row with ``error``.
+``bandwidth`` is the fraction of the memory bandwidth, by data sheet, that a token needs for reading every parameter
+once, in the dtype of the products, and the state or the filled keys and values of each sequence. ``× first position``
+is the time over that of the same mode at the first position named. ``× first batch`` is the tokens per second over
+those at the first batch named. A case that does not fit into memory is a row with ``error``.
 
-``--prompt N`` adds, for each mode, the time to read N tokens against that to draw as many. ``--peer transformers``
+``--prompt N`` adds, for each mode, the time to read N tokens against that to sample as many. ``--peer transformers``
 times softmax GPT-2 of the same size in the package ``transformers``, which has to be installed with torch.
 """
 
@@ -40,7 +40,7 @@ from benchmarks.train_step import SizeOptions, model_config, sizes
 from configs.schema import ModelConfig
 from models.gpt import GPT
 from models.parameters import count_parameters
-from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
+from sampling.sampler import TOKENS_PER_CALL, DecodeState, Sampler, Sampling
 from support.command import status
 from support.errors import ConfigError
 from support.ranges import Count
@@ -124,7 +124,7 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
         samples: B.
 
     Returns:
-        A function that starts to draw the next ``TOKENS_PER_CALL`` tokens of every row and returns them, (B, T),
+        A function that starts to sample the next ``TOKENS_PER_CALL`` tokens of every row and returns them, (B, T),
         without waiting for the device.
 
     Raises:
@@ -134,18 +134,18 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
     if sampler.max_length is not None and sampler.max_length < room:
         raise ConfigError(f"{room:,} tokens are more than the {sampler.max_length:,} that the model has positions for")
 
-    def fill() -> Memory:
+    def fill() -> DecodeState:
         key = jax.random.key(0)
         leaves, structure = jax.tree.flatten(jax.eval_shape(lambda: model.init_cache(samples, room)))
         filled = [jax.random.uniform(jax.random.fold_in(key, n), x.shape, x.dtype) if jnp.issubdtype(
             x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype) for n, x in enumerate(leaves)]
         logits_BV = jax.random.normal(key, (samples, model.vocab_size))
-        return back(Memory(logits_BV, jax.tree.unflatten(structure, filled), jnp.zeros(logits_BV.shape, bool)))
+        return back(DecodeState(logits_BV, jax.tree.unflatten(structure, filled), jnp.zeros(logits_BV.shape, bool)))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def back(memory: Memory) -> Memory:
+    def back(state: DecodeState) -> DecodeState:
         return jax.tree.map(lambda x: jnp.full_like(x, position) if jnp.issubdtype(x.dtype, jnp.integer) else x,
-                            memory)
+                            state)
 
     carry, decode = sampler.start(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
     sampled = 0
@@ -180,7 +180,7 @@ def measure(samplers: Mapping[str, Sampler], size: str | None, batch: int, optio
 
 
 def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
-    """Seconds to read a prompt of so many tokens through the sampler, in chunks, and to draw as many."""
+    """Seconds to read a prompt of so many tokens through the sampler, in chunks, and to sample as many."""
     prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
     samples = timing.time_by_turns({"": lambda: sampler.encode(prompt_T, reserve=1)}, timing.LEAST_SAMPLES,
                                    sample_seconds=0)

@@ -76,7 +76,7 @@ def verdicts(peak: int) -> str:
     cards: dict[str, list[str]] = {}
     for card, mebibytes in MEMORY.items():
         cards.setdefault(verdict(peak, mebibytes * 2**20), []).append(card)
-    return "; ".join(f"{said}: {', '.join(names)}" for said, names in cards.items())
+    return "; ".join(f"{text}: {', '.join(names)}" for text, names in cards.items())
 
 
 def missing_bytes(peak: int, card: str) -> float:

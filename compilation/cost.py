@@ -1,4 +1,4 @@
-"""What a program for a GPU costs, compiled and not run: its time by launch, and each device's share of a step."""
+"""What a program for a GPU costs, compiled and not run: its time by launch, and each device's part of a step."""
 
 import tempfile
 from collections.abc import Iterable
@@ -39,13 +39,13 @@ def grouped(found: Iterable[Launch], rates: Rates) -> list[dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for launch in found:
         row = groups.setdefault(launch.group, {"group": launch.group, "count": 0, "bytes": 0, "operations": 0, "ms": 0})
-        for name, of_one in (("count", 1), ("bytes", launch.work.memory),
+        for name, amount in (("count", 1), ("bytes", launch.work.memory),
                              ("operations", sum(launch.work.operations.values())), ("ms", 1e3 * rates.seconds(launch))):
-            row[name] += launch.count * of_one
+            row[name] += launch.count * amount
     return sorted(groups.values(), key=lambda row: -row["ms"])
 
 
-def share_of_step(config: Config, number: int, vocabulary: int, gpu: Target | None) -> dict[str, Any]:
+def cost_per_device(config: Config, number: int, vocabulary: int, gpu: Target | None) -> dict[str, Any]:
     """What each device of a mesh takes of the training step of a config: ``operations`` of products, bytes of
     ``collectives`` by kind, and memory in bytes.
 

@@ -142,8 +142,8 @@ def _where(instruction: Instruction) -> str:
     path = found[1].replace("\\'", "'")
     parts = [part for part in path.split("/") if part not in ("while", "body", "closed_call", "eval_jaxpr",
                                                               "rematted_computation", "checkpoint", "cond")]
-    told = re.sub(r"\b(jit|jvp|transpose|vmap)\(", "(", " ".join(parts[1:][-2:])).replace("(", "").replace(")", "")
-    return (" ".join(told.split()) or "the step") + (", backward" if "transpose(" in path else "")
+    label = re.sub(r"\b(jit|jvp|transpose|vmap)\(", "(", " ".join(parts[1:][-2:])).replace("(", "").replace(")", "")
+    return (" ".join(label.split()) or "the step") + (", backward" if "transpose(" in path else "")
 
 
 def _read(program: Program, name: str, index: int, whole: int) -> int:

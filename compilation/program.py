@@ -254,11 +254,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _is_outer(instruction: Instruction, here: Computation) -> bool:
     """Whether each operand of a multiplication varies along a dimension that the other does not."""
-    kept = [_dimensions_kept(name, here, len(instruction.shape.dimensions)) for name in instruction.operands]
-    return len(kept) == 2 and not kept[0] <= kept[1] and not kept[1] <= kept[0]
+    carried = [_carried_dimensions(name, here, len(instruction.shape.dimensions)) for name in instruction.operands]
+    return len(carried) == 2 and not carried[0] <= carried[1] and not carried[1] <= carried[0]
 
 
-def _dimensions_kept(name: str, here: Computation, count: int) -> set[int]:
+def _carried_dimensions(name: str, here: Computation, count: int) -> set[int]:
     """The dimensions along which an operand varies."""
     source = _source(name, here)
     if source is None or source.opcode != "broadcast" or "dimensions={" not in source.attributes:

@@ -22,7 +22,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from configs.schema import Config, ModelConfig
 from models import gpt
-from sampling.sampler import with_product_weights
+from sampling.token_step import token_step
+from sampling.weights import from_product_weights, to_product_weights
 from support.errors import BenchmarkError, ConfigError
 from training.abstract_step import step_and_shapes
 
@@ -88,19 +89,18 @@ class Target:
         return self.trace(step, *arguments)
 
     def trace_token(self, config: ModelConfig, vocabulary_size: int, B: int = 1) -> jax.stages.Traced:
-        """The step of a sampler for a token of B samples, without the draw, traced."""
+        """The step of a sampler for a token of B samples, without the sampling, traced."""
         with self.tracing():
-            model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, vocabulary_size, rngs=nnx.Rngs(0))))
+            model = nnx.eval_shape(lambda: gpt.GPT(config, vocabulary_size, rngs=nnx.Rngs(0)))
+            graph, state = nnx.split(model)
+            arrays = jax.eval_shape(lambda state: to_product_weights(nnx.merge(graph, state))[1], state)
             cache = jax.eval_shape(lambda: model.init_cache(B, config.context))
-        graph, state = nnx.split(model)
 
         @functools.partial(jax.jit, donate_argnums=2)
-        def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
-            model = nnx.merge(graph, state)
-            x_BTE, cache = model.forward(tokens_BT, cache)
-            return model.logits(x_BTE), cache
+        def step(arrays: Any, tokens_B1: Any, cache: gpt.Cache) -> Any:
+            return token_step(*from_product_weights(graph, arrays))(tokens_B1, cache)
 
-        return self.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache)
+        return self.trace(step, arrays, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache)
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool | int) -> jax.stages.Compiled:
         """Compiles a function from :meth:`trace`.

@@ -41,7 +41,7 @@ from benchmarks import report
 from benchmarks.picture import Panel, render_panels
 from kernels.segments import HIDDEN
 from models import attention
-from models.attention.feature_maps import FeatureMap, FeatureOptions, draw, features
+from models.attention.feature_maps import FeatureMap, FeatureOptions, features, random_directions
 from models.attention.self_attention import SelfAttention
 from support.command import status
 from support.ranges import Count
@@ -124,7 +124,7 @@ def favor(draws: int) -> dict[str, dict[int, float]]:
 
 def estimated(options: FeatureOptions, key: Array, q_BTHD: Array, k_BTHD: Array) -> Array:
     """The weights φ(q)·φ(k), (B, H, T, S), of one draw."""
-    directions_RD = draw(options, key, D)
+    directions_RD = random_directions(options, key, D)
     return jnp.einsum("bthm,bshm->bhts", features(options, q_BTHD, directions_RD),
                       features(options, k_BTHD, directions_RD))
 

@@ -42,8 +42,6 @@ class GPT(nnx.Module):
         normal = nnx.initializers.normal(config.initial_scale)
         self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs,
                                          embedding_metadata=declare("vocabulary", "width", decays=True))
-        # The sampler stores the embedding of a tied head in the compute dtype here.
-        self.head_weight: nnx.Variable | None = nnx.data(None)
         self.position_embedding = nnx.data(
             nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs,
                       embedding_metadata=declare("positions", "width", decays=True))
@@ -57,8 +55,6 @@ class GPT(nnx.Module):
         self.head_projection: Linear | None = nnx.data(
             Linear(config.width, 3 * LOGISTICS, axes=("width", None), rngs=rngs)
             if config.head == "logistics" else None)
-        if self.head_projection is not None:
-            self.head_projection.exact = True
         for linear in linears(self):
             linear.kernel[...] *= config.initial_scale / INITIAL_SCALE
         # Each block adds to the residual stream twice; the scale keeps its variance independent of depth.
@@ -100,14 +96,7 @@ class GPT(nnx.Module):
             positions_BT = positions_of(segment_ids_BT)
         else:
             positions_BT = jnp.broadcast_to(jnp.arange(T)[None, :], tokens_BT.shape)
-        x_BTE = embed(tokens_BT, self.token_embedding.embedding[...])
-        if self.position_embedding is not None:
-            embedding_SE = self.position_embedding.embedding[...]
-            if cache is None and segment_ids_BT is None:
-                x_BTE += embedding_SE[None, :T]
-            else:
-                # Padding may exceed the last position; it is invisible, but NaN would spread.
-                x_BTE += embed(jnp.minimum(positions_BT, self.config.context - 1), embedding_SE)
+        x_BTE = self.embed(tokens_BT, None if cache is None and segment_ids_BT is None else positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
         y_BTE, layers = jnp.zeros_like(x_BTE, dtype=self.config.dtype), []
         for block, layer_cache in zip(self.blocks, [None] * len(self.blocks) if cache is None else cache.layers,
@@ -121,6 +110,17 @@ class GPT(nnx.Module):
             return x_BTE, None
         return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))
 
+    def embed(self, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"] | None) -> Float[Array, "B T E"]:
+        """The residual stream before the first block; positions count from 0 where None."""
+        x_BTE = embed(tokens_BT, self.token_embedding.embedding[...])
+        if self.position_embedding is None:
+            return x_BTE
+        embedding_SE = self.position_embedding.embedding[...]
+        if positions_BT is None:
+            return x_BTE + embedding_SE[None, :tokens_BT.shape[1]]
+        # Padding may exceed the last position; it is invisible, but NaN would spread.
+        return x_BTE + embed(jnp.minimum(positions_BT, self.config.context - 1), embedding_SE)
+
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """The final LayerNorm and the head; float32. Losses are those of :attr:`head`."""
         return self.head.logits(x_BTE)
@@ -130,8 +130,7 @@ class GPT(nnx.Module):
         """The final LayerNorm and the head, of the residual stream."""
         if self.head_projection is not None:
             return LogisticsHead(self.final_norm.parameters, *self.head_projection.parameters, self.vocab_size - 1)
-        weight = self.token_embedding.embedding if self.head_weight is None else self.head_weight
-        return TiedHead(self.final_norm.parameters, weight[...])
+        return TiedHead(self.final_norm.parameters, self.token_embedding.embedding[...])
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """An empty cache for ``max_length`` tokens.

@@ -61,8 +61,8 @@ def sample_images(sampler: Sampler, image: ImageFormat, sampling: Sampling, *, s
     tokens = image.tokens - len(given_T)
     # The last token of an image needs no position.
     parts = list(sampler.generate(prompt_T, sampling, max_new_tokens=tokens, samples=samples, past_last=True))
-    drawn_NT = np.concatenate([np.broadcast_to(given_T, (samples, len(given_T))), *parts], axis=1)
-    return drawn_NT.astype(np.uint8).reshape(samples, image.height, image.width, image.channels)
+    levels_NT = np.concatenate([np.broadcast_to(given_T, (samples, len(given_T))), *parts], axis=1)
+    return levels_NT.astype(np.uint8).reshape(samples, image.height, image.width, image.channels)
 
 
 def write_grid(path: Path, images_NHWC: UInt8[np.ndarray, "N H W C"], levels: int, *, columns: int | None = None,

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kernels import cpu, device
-from models.block import linears
 from models.gpt import GPT, Cache
+from sampling.token_step import token_step
+from sampling.weights import from_product_weights, to_product_weights
 from support.errors import ConfigError
 from support.ranges import Seed
 
@@ -83,7 +83,7 @@ class Settings(NamedTuple):
     """What float32 rounds off ``top_p``."""
 
 
-class Memory(NamedTuple):
+class DecodeState(NamedTuple):
     """The decode state of a text."""
 
     logits_BV: Array
@@ -104,9 +104,10 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
     Rows that have ended are filled with end-of-text. The iterator ends when all rows have ended.
     """
 
-    def __init__(self, start: Callable[[], tuple[Memory, Array]], decode: Callable[..., tuple], max_new_tokens: int):
+    def __init__(self, start: Callable[[], tuple[DecodeState, Array]], decode: Callable[..., tuple],
+                 max_new_tokens: int):
         self._start, self._decode, self._left = start, decode, max_new_tokens
-        self._carry: tuple[Memory, Array] | None = None
+        self._carry: tuple[DecodeState, Array] | None = None
 
     def __next__(self) -> Int[np.ndarray, "B N"]:
         if self._left <= 0:
@@ -118,7 +119,7 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
         return np.asarray(tokens_BT)[:, :int(done)]
 
     @property
-    def memory(self) -> Memory:
+    def state(self) -> DecodeState:
         """If ``resumable``: the decode state after the prompt and the tokens yielded so far, including end-of-text.
 
         Valid until the next tokens are requested.
@@ -154,56 +155,56 @@ class Sampler:
         # their outputs.
         self._is_sharded = mesh is not None
         self._device = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._graph, state = nnx.split(with_product_weights(model))
-        structure = jax.tree.structure(state)
+        self._graph, arrays = to_product_weights(model)
+        structure = jax.tree.structure(arrays)
         self.update(model)
         self._prefill_sizes = sorted({min(size, model.config.context) for size in PREFILL_TOKENS})
         graph, end = self._graph, -1 if end_of_text is None else end_of_text
 
-        def prefill(leaves: list[Array], tokens_T: Array, memory: Memory, length: Array) -> Memory:
-            model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        def prefill(leaves: list[Array], tokens_T: Array, state: DecodeState, length: Array) -> DecodeState:
+            model, head = from_product_weights(graph, structure.unflatten(leaves))
 
-            def read(tokens_1T: Array) -> Memory:
-                x_1TE, cache = model.forward(tokens_1T, memory.cache, lengths_B=length[None])
-                logits_1V = model.logits(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
+            def read(tokens_1T: Array) -> DecodeState:
+                x_1TE, cache = model.forward(tokens_1T, state.cache, lengths_B=length[None])
+                logits_1V = head.logits(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
                 counts_1T = jnp.arange(tokens_1T.shape[1])[None, :] < length
-                return Memory(logits_1V, cache,
-                              _mark(memory.seen_BV, jnp.where(counts_1T, tokens_1T, model.vocab_size)))
+                return DecodeState(logits_1V, cache,
+                              _mark(state.seen_BV, jnp.where(counts_1T, tokens_1T, model.vocab_size)))
 
             *shorter, _ = self._prefill_sizes
             return jax.lax.switch(sum(length > size for size in shorter),
                                   [lambda size=size: read(tokens_T[None, :size]) for size in self._prefill_sizes])
 
-        def decode(leaves: list[Array], memory: Memory, ended_B: Array, keys_B2: Array, settings: Settings,
-                   count: Array, resumable: bool) -> tuple[Array, Array, Memory, Array]:
-            model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        def decode(leaves: list[Array], state: DecodeState, ended_B: Array, keys_B2: Array, settings: Settings,
+                   count: Array, resumable: bool) -> tuple[Array, Array, DecodeState, Array]:
+            next_logits = token_step(*from_product_weights(graph, structure.unflatten(leaves)))
 
             def unfinished(carry: Any) -> Array:
                 done, _, _, ended_B = carry
                 return (done < count) & ~jnp.all(ended_B)
 
             def step(carry: Any) -> Any:
-                done, tokens_BT, memory, ended_B = carry
-                keys_at_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_B2), memory.cache.position_B)
-                logits_BV = memory.logits_BV
+                done, tokens_BT, state, ended_B = carry
+                keys_at_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_B2), state.cache.position_B)
+                logits_BV = state.logits_BV
                 if excluded is not None:
                     logits_BV = logits_BV.at[:, excluded].set(-jnp.inf)
-                token_B = jnp.where(ended_B, end, draw(logits_BV, memory.seen_BV, keys_at_B, settings))
-                x_BTE, cache = model.forward(token_B[:, None], memory.cache)
-                memory = Memory(model.logits(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
-                return done + 1, tokens_BT.at[:, done].set(token_B), memory, ended_B | (token_B == end)
+                token_B = jnp.where(ended_B, end, sample_token(logits_BV, state.seen_BV, keys_at_B, settings))
+                logits_BV, cache = next_logits(token_B[:, None], state.cache)
+                state = DecodeState(logits_BV, cache, _mark(state.seen_BV, token_B[:, None]))
+                return done + 1, tokens_BT.at[:, done].set(token_B), state, ended_B | (token_B == end)
 
             def step_on(_: Array, carry: Any) -> Any:
                 return (carry[0] + unfinished(carry), *step(carry)[1:])
 
-            start = (jnp.int32(0), jnp.full((len(ended_B), TOKENS_PER_CALL), end, jnp.int32), memory, ended_B)
+            start = (jnp.int32(0), jnp.full((len(ended_B), TOKENS_PER_CALL), end, jnp.int32), state, ended_B)
             if resumable or device.platform() == "cpu":
                 return jax.lax.while_loop(unfinished, step, start)
             # A condition would synchronise host and device at every token. Instead, decode past the end, and ignore it.
             return jax.lax.fori_loop(0, TOKENS_PER_CALL, step_on, start)
 
-        self._prefill = jax.jit(prefill, donate_argnames="memory")
-        self._decode = jax.jit(decode, donate_argnames=("memory", "ended_B"), static_argnames="resumable")
+        self._prefill = jax.jit(prefill, donate_argnames="state")
+        self._decode = jax.jit(decode, donate_argnames=("state", "ended_B"), static_argnames="resumable")
         self._fit = jax.jit(_fit, static_argnames=("shape", "dtype"))
 
     def update(self, model: GPT) -> None:
@@ -214,12 +215,12 @@ class Sampler:
         Raises:
             ValueError: it is another model.
         """
-        graph, state = nnx.split(with_product_weights(model))
+        graph, arrays = to_product_weights(model)
         if graph != self._graph:
             raise ValueError("expected the same model with other parameters")
         self._model = model
         # A list, since Flax traverses a state in Python at every call.
-        leaves = jax.tree.leaves(state)
+        leaves = jax.tree.leaves(arrays)
         self._leaves = leaves if self._is_sharded else jax.device_put(leaves, self._device)
 
     @property
@@ -230,22 +231,22 @@ class Sampler:
     def warm_up(self, prompt_length: int, max_new_tokens: int, *, samples: int = 1, resumable: bool = False) -> None:
         """Compile :meth:`generate` for a prompt length, without sampling.
 
-        The prompt length includes the tokens of a ``memory``.
+        The prompt length includes the tokens of a ``state``.
         """
-        room = self._room(prompt_length + max_new_tokens)
-        memory = self._read(np.zeros(0, np.int32), jax.device_put(self._blank(1, room), self._device))
+        tokens = prompt_length + max_new_tokens
+        state = self._encode(np.zeros(1, np.int32), tokens, None)
         if max_new_tokens:
-            carry = self.start(self._rows(memory, samples, room))
-            _, _, memory, _ = self.decoder(Sampling(), samples, resumable=resumable)(*carry, 0)
-        jax.block_until_ready(memory)
+            carry = self.start(state if samples == 1 else self._rows(state, samples, self._room(tokens)))
+            _, _, state, _ = self.decoder(Sampling(), samples, resumable=resumable)(*carry, 0)
+        jax.block_until_ready(state)
 
-    def length(self, prompt_T: Int[np.ndarray, " T"], memory: Memory | None = None) -> int:
-        """Number of tokens of a prompt, including those of ``memory``.
+    def length(self, prompt_T: Int[np.ndarray, " T"], state: DecodeState | None = None) -> int:
+        """Number of tokens of a prompt, including those of ``state``.
 
         Raises:
             ConfigError: there are none, more than the learned positions, or the prompt has an id beyond the vocabulary.
         """
-        T, before, V = len(prompt_T), 0 if memory is None else memory.position, self._model.vocab_size
+        T, before, V = len(prompt_T), 0 if state is None else state.position, self._model.vocab_size
         if not T + before:
             raise ConfigError("the prompt is empty; start from the end-of-text token")
         if T and (prompt_T.min() < 0 or prompt_T.max() >= V):
@@ -257,32 +258,33 @@ class Sampler:
                               "number of positions")
         return before + T
 
-    def encode(self, prompt_T: Int[np.ndarray, " T"], memory: Memory | None = None, *, reserve: int = 0) -> Memory:
+    def encode(self, prompt_T: Int[np.ndarray, " T"], state: DecodeState | None = None, *,
+               reserve: int = 0) -> DecodeState:
         """Read a prompt and return its decode state, with one row.
 
         Args:
             prompt_T: token ids.
-            memory: decode state of the text before the prompt, with one row, if any. It stays valid.
+            state: decode state of the text before the prompt, with one row, if any. It stays valid.
             reserve: number of tokens to be sampled after it, to size a ``growing`` cache.
 
         Raises:
             ConfigError: as :meth:`length`.
         """
-        return self._encode(prompt_T, self.length(prompt_T, memory) + reserve, memory)
+        return self._encode(prompt_T, self.length(prompt_T, state) + reserve, state)
 
     def generate(self, prompt_T: Int[np.ndarray, " T"], sampling: Sampling, *, max_new_tokens: int, samples: int = 1,
-                 memory: Memory | None = None, resumable: bool = False, past_last: bool = False) -> Generation:
+                 state: DecodeState | None = None, resumable: bool = False, past_last: bool = False) -> Generation:
         """Sample up to ``max_new_tokens`` tokens after a prompt, limited by the model's positions.
 
         Sample i depends only on the text, ``sampling`` and i, up to rounding not on the number of samples.
 
         Args:
-            prompt_T: token ids; at least one, or a ``memory``.
+            prompt_T: token ids; at least one, or a ``state``.
             sampling: sampling options.
             max_new_tokens: maximum number of tokens of each sample.
             samples: B.
-            memory: decode state of the text before the prompt, with one row. It stays valid.
-            resumable: whether the result needs its ``memory``.
+            state: decode state of the text before the prompt, with one row. It stays valid.
+            resumable: whether the result needs its ``state``.
             past_last: whether samples may have the token after the model's last position too, from which nothing can be
                 sampled.
 
@@ -293,85 +295,70 @@ class Sampler:
             ConfigError: a value of ``sampling`` is out of range; or as :meth:`length`.
         """
         sampling.check()
-        length = self.length(prompt_T, memory)
+        length = self.length(prompt_T, state)
         if self.max_length is not None:
             max_new_tokens = min(max_new_tokens, self.max_length - length + past_last)
         tokens = length + max_new_tokens
 
-        def start() -> tuple[Memory, Array]:
-            read = self._encode(prompt_T, tokens, memory)
+        def start() -> tuple[DecodeState, Array]:
+            read = self._encode(prompt_T, tokens, state)
             return self.start(read if samples == 1 else self._rows(read, samples, self._room(tokens)))
 
         return Generation(start, self.decoder(sampling, samples, resumable=resumable), max_new_tokens)
 
     def decoder(self, sampling: Sampling, samples: int = 1, *, resumable: bool = False) -> Callable[..., tuple]:
-        """The function ``decode(memory, ended_B, count)``, which samples the next tokens asynchronously.
+        """The function ``decode(state, ended_B, count)``, which samples the next tokens asynchronously.
 
-        It returns the number of tokens, at most ``count`` and ``TOKENS_PER_CALL``, the tokens (B, T), the memory after
-        them and which rows have ended. It donates ``memory`` and ``ended_B``, initially from :meth:`start`. Except on a
+        It returns the number of tokens, at most ``count`` and ``TOKENS_PER_CALL``, the tokens (B, T), the state after
+        them and which rows have ended. It donates ``state`` and ``ended_B``, initially from :meth:`start`. Except on a
         CPU, it samples ``TOKENS_PER_CALL`` tokens, whatever the count.
         """
         keys_B2, settings = jax.device_put(_arrays(sampling, samples), self._device)
 
-        def decode(memory: Memory, ended_B: Array, count: int) -> tuple:
-            return self._decode(self._leaves, memory, ended_B, keys_B2, settings, np.int32(count), resumable)
+        def decode(state: DecodeState, ended_B: Array, count: int) -> tuple:
+            return self._decode(self._leaves, state, ended_B, keys_B2, settings, np.int32(count), resumable)
 
         return decode
 
-    def start(self, memory: Memory) -> tuple[Memory, Array]:
-        """The initial arguments of decoding, on the device: a memory, and that no row has ended."""
-        return jax.device_put((memory, jnp.zeros(len(memory.seen_BV), bool)), self._device)
+    def start(self, state: DecodeState) -> tuple[DecodeState, Array]:
+        """The initial arguments of decoding, on the device: a state, and that no row has ended."""
+        return jax.device_put((state, jnp.zeros(len(state.seen_BV), bool)), self._device)
 
-    def _encode(self, prompt_T: np.ndarray, tokens: int, memory: Memory | None) -> Memory:
-        """The memory of a prompt, with a cache for ``tokens`` tokens."""
+    def _encode(self, prompt_T: np.ndarray, tokens: int, state: DecodeState | None) -> DecodeState:
+        """The state of a prompt, with a cache for ``tokens`` tokens."""
         room = self._room(tokens)
-        memory = self._rows(self._blank(1, 1) if memory is None else memory, 1, room)
-        return self._read(prompt_T, memory) if len(prompt_T) else memory
+        state = self._rows(self._blank(1, 1) if state is None else state, 1, room)
+        return self._read(prompt_T, state)
 
-    def _read(self, prompt_T: np.ndarray, memory: Memory) -> Memory:
-        """Reads the prompt in large chunks and the rest in small ones; without tokens, one chunk of padding."""
+    def _read(self, prompt_T: np.ndarray, state: DecodeState) -> DecodeState:
+        """Reads the prompt in large chunks and the rest in small ones."""
         short, long = self._prefill_sizes[0], self._prefill_sizes[-1]
         at = 0
-        while at < max(1, len(prompt_T)):
+        while at < len(prompt_T):
             left = len(prompt_T) - at
             length = long if left >= long else min(left, short)
             tokens_T = np.pad(prompt_T[at:at + length], (0, long - length)).astype(np.int32)
-            memory = self._prefill(self._leaves, tokens_T, memory, np.int32(length))
-            at += length or 1
-        return memory
+            state = self._prefill(self._leaves, tokens_T, state, np.int32(length))
+            at += length
+        return state
 
-    def _blank(self, samples: int, room: int) -> Memory:
-        """The memory before the first token."""
+    def _blank(self, samples: int, room: int) -> DecodeState:
+        """The state before the first token."""
         V = self._model.vocab_size
         cache = self._model.init_cache(samples, room)
-        return Memory(jnp.zeros((samples, V)), cache, jnp.zeros((samples, V), bool))
+        return DecodeState(jnp.zeros((samples, V)), cache, jnp.zeros((samples, V), bool))
 
-    def _rows(self, memory: Memory, samples: int, room: int) -> Memory:
-        """Copies of one row's memory, with a cache for ``room`` tokens."""
+    def _rows(self, state: DecodeState, samples: int, room: int) -> DecodeState:
+        """Copies of one row's state, with a cache for ``room`` tokens."""
         wanted = jax.eval_shape(lambda: self._blank(samples, room))
         return jax.tree.map(lambda x, like: self._fit(jax.device_put(x, self._device), like.shape, like.dtype),
-                            memory, wanted)
+                            state, wanted)
 
     def _room(self, tokens: int) -> int:
         """Size of a growing cache, in tokens."""
         if self.max_length is not None:
             return self.max_length
         return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
-
-
-def with_product_weights(model: GPT) -> GPT:
-    """The model with weights of projections and head in the compute dtype, which halves the bytes to read, and on a GPU
-    transposed for the kernels of one token."""
-    model = nnx.clone(model)  # a merge of the split model would share its variables
-    dtype = jnp.dtype(model.config.dtype)
-    for linear in linears(model):
-        w = linear.kernel[...] if linear.exact else linear.kernel[...].astype(dtype)
-        if device.platform() == "gpu":
-            w, linear.transposed = w.T, True
-        linear.kernel.set_value(w)  # [...] = would keep the dtype
-    if model.head_projection is None and dtype != model.token_embedding.embedding.dtype:
-        model.head_weight = nnx.data(nnx.Variable(model.token_embedding.embedding[...].astype(dtype)))
-    return model
 
 
 def _mark(seen_BV: Array, tokens_BT: Array) -> Array:
@@ -386,7 +373,7 @@ def _fit(x: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return jnp.array(jnp.broadcast_to(x, shape), dtype)
 
 
-def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Array,
+def sample_token(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Array,
          settings: Settings) -> Int[Array, " B"]:
     """Samples one token of each row, as described in :class:`Sampling`, row b with the random key ``keys_B[b]``.
 
@@ -401,10 +388,10 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
         # Subtract the largest logit: a tiny temperature would make all of them infinite otherwise.
         divisor = jnp.maximum(temperature, 1e-30)
         scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / divisor
-        kept_BV = jax.lax.cond(filters, lambda: likeliest(logits_BV, top_k, top_p, top_p_rest, divisor),
+        allowed_BV = jax.lax.cond(filters, lambda: likeliest(logits_BV, top_k, top_p, top_p_rest, divisor),
                                lambda: jnp.ones(scaled_BV.shape, bool))
-        kept_BV &= scaled_BV >= jnp.log(min_p)  # the largest is 0
-        return jnp.where(kept_BV, logits_BV, -jnp.inf)
+        allowed_BV &= scaled_BV >= jnp.log(min_p)  # the largest is 0
+        return jnp.where(allowed_BV, logits_BV, -jnp.inf)
 
     def noise() -> Array:
         return jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
@@ -420,7 +407,7 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
 def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""],
               top_p_rest: Float[Any, ""] | float = 0.0,
               temperature: Float[Any, ""] | float = 1.0) -> Bool[Array, "B V"]:
-    """The tokens kept by ``top_k`` and then ``top_p``, at least one; ties are resolved to lower ids."""
+    """The tokens that remain after ``top_k`` and then ``top_p``, at least one; ties are resolved to lower ids."""
     V = logits_BV.shape[1]
     if cpu.applies(cpu.sort_descending):
         sorted_BV = cpu.sort_descending(logits_BV)
@@ -429,14 +416,14 @@ def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Fl
     most = jnp.where(top_k > 0, jnp.minimum(top_k, V), V).astype(jnp.int32)
 
     def nucleus() -> Array:
-        # The rarest tokens that are kept may have less probability than float32's rounding of the sum.
+        # The rarest tokens that remain may have less probability than float32's rounding of the sum.
         with jax.enable_x64(True):
-            sorted, wide_p, wide_rest, divisor = (jax.lax.convert_element_type(x, jnp.float64)
+            sorted, p, rest, divisor = (jax.lax.convert_element_type(x, jnp.float64)
                                                   for x in (sorted_BV, top_p, top_p_rest, temperature))
             weights_BV = jnp.exp((sorted - sorted[:, :1]) / divisor) * (jnp.arange(V) < most)[None]
             sums_BV = jnp.cumsum(weights_BV, axis=1)
-            kept_BV = sums_BV - weights_BV < (wide_p + wide_rest) * sums_BV[:, -1:]
-            return jnp.clip(kept_BV.sum(axis=1, keepdims=True, dtype=jnp.int32), 1, most)
+            allowed_BV = sums_BV - weights_BV < (p + rest) * sums_BV[:, -1:]
+            return jnp.clip(allowed_BV.sum(axis=1, keepdims=True, dtype=jnp.int32), 1, most)
 
     count_B1 = jax.lax.cond((top_p < 1) | (top_p_rest < 0), nucleus, lambda: jnp.full((len(logits_BV), 1), most))
     least_B1 = jnp.take_along_axis(sorted_BV, count_B1 - 1, axis=1)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from models.gpt import GPT
 from models.sizes import head_width, layer_modes
-from sampling.sampler import Memory
+from sampling.sampler import DecodeState
 from support.errors import StateError
 from support.files import replacing
 from support.json_files import Hexadecimal, Natural, check
@@ -49,12 +49,12 @@ class _ConvolvedLayer(NamedTuple):
     inputs_BPF: tuple[Any, ...]
 
 
-def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
+def save(path: Path, state: DecodeState, model: GPT, *, origin: str) -> None:
     """Write a state file atomically.
 
     Args:
         path: output path.
-        memory: decode state of one text.
+        state: decode state of one text.
         model: the model that read the text.
         origin: description of the model, for error messages.
 
@@ -63,18 +63,18 @@ def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
     """
     from safetensors.numpy import save as to_bytes
 
-    position = memory.position
+    position = state.position
     filled = jax.eval_shape(lambda: model.init_cache(1, position))
-    memory = memory._replace(cache=jax.tree.map(
-        lambda x, like: np.asarray(x)[tuple(map(slice, like.shape))], memory.cache, filled))
-    tensors = {_name(path): np.ascontiguousarray(x) for path, x in jax.tree.leaves_with_path(_as_written(memory))}
+    state = state._replace(cache=jax.tree.map(
+        lambda x, like: np.asarray(x)[tuple(map(slice, like.shape))], state.cache, filled))
+    tensors = {_name(path): np.ascontiguousarray(x) for path, x in jax.tree.leaves_with_path(_as_written(state))}
     about: dict[str, Any] = {"format": FORMAT, "origin": origin, "model": fingerprint(model)}
     about["sha256"] = _checksum(tensors, about)
     with replacing(path) as beside:
         beside.write_bytes(to_bytes(tensors, {METADATA: json.dumps(about)}))
 
 
-def load(path: Path, model: GPT) -> Memory:
+def load(path: Path, model: GPT) -> DecodeState:
     """Read the decode state in a state file, on the host, for a ``Sampler`` of the same model.
 
     Raises:
@@ -104,21 +104,21 @@ def load(path: Path, model: GPT) -> Memory:
     if differing or theirs.get(PARAMETERS) != ours[PARAMETERS]:
         raise StateError(f"{path}: the state of another model, {about['origin']}: "
                          + ("; ".join(differing) or f"the same sizes, but other {PARAMETERS}"))
-    empty = jax.eval_shape(lambda: Memory(jnp.zeros(0), model.init_cache(1, 1), jnp.zeros(0)))
+    empty = jax.eval_shape(lambda: DecodeState(jnp.zeros(0), model.init_cache(1, 1), jnp.zeros(0)))
     names = [_name(path) for path, _ in jax.tree.leaves_with_path(_as_written(empty))]
     if missing := [name for name in names if name not in tensors]:
         raise StateError(f"{path}: it has no {missing[0]}, which a state of this model has; save it again")
     return jax.tree.unflatten(jax.tree.structure(empty), [tensors[name] for name in names])
 
 
-def _as_written(memory: Memory) -> Memory:
-    """The memory with the names of a file's entries, and its arrays in the same order.
+def _as_written(state: DecodeState) -> DecodeState:
+    """The state with the names of a file's entries, and its arrays in the same order.
 
     A layer without a short convolution is its mode's state alone.
     """
     layers = tuple(_ConvolvedLayer(layer.mode_state, layer.history) if layer.history else layer.mode_state
-                   for layer in memory.cache.layers)
-    return memory._replace(cache=memory.cache._replace(layers=layers))
+                   for layer in state.cache.layers)
+    return state._replace(cache=state.cache._replace(layers=layers))
 
 
 def fingerprint(model: GPT) -> dict[str, str]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from data import tokenizers
-from sampling.sampler import Memory, Sampler, Sampling
+from sampling.sampler import DecodeState, Sampler, Sampling
 from sampling.samples import tokenize_prompt
 from sampling.text_stream import TextStream
 from support.command import status
@@ -47,17 +47,17 @@ class SampleWriter:
     by_document: bool = False
     """As in :func:`sampling.samples.tokenize_prompt`."""
 
-    def tokenize(self, prompt: bytes, memory: Memory | None) -> np.ndarray:
+    def tokenize(self, prompt: bytes, state: DecodeState | None) -> np.ndarray:
         """The tokens of a prompt; see :func:`sampling.samples.tokenize_prompt`."""
-        return tokenize_prompt(self.encoding, prompt, starts=memory is None, by_document=self.by_document)
+        return tokenize_prompt(self.encoding, prompt, starts=state is None, by_document=self.by_document)
 
-    def write_samples(self, prompt_T: np.ndarray, memory: Memory | None, *, verbose: bool = False,
-                      stopped: threading.Event | None = None) -> Memory | None:
+    def write_samples(self, prompt_T: np.ndarray, state: DecodeState | None, *, verbose: bool = False,
+                      stopped: threading.Event | None = None) -> DecodeState | None:
         """Write the samples that follow a prompt.
 
         Args:
             prompt_T: token ids.
-            memory: decode state of the text before the prompt.
+            state: decode state of the text before the prompt.
             verbose: report on standard error why samples ended, and the time.
             stopped: stops the sample when set.
 
@@ -68,14 +68,14 @@ class SampleWriter:
             ConfigError: the prompt cannot be read; nothing was generated.
         """
         sampler = self.sampler
-        position = sampler.length(prompt_T, memory)
+        position = sampler.length(prompt_T, state)
         started = time.perf_counter()
         sampler.warm_up(position, self.max_new_tokens, samples=self.samples, resumable=self.resumable)
         compiled = time.perf_counter()
 
-        memory = sampler.encode(prompt_T, memory, reserve=self.max_new_tokens)
+        state = sampler.encode(prompt_T, state, reserve=self.max_new_tokens)
         batches = sampler.generate(prompt_T[:0], self.sampling, max_new_tokens=self.max_new_tokens,
-                                   samples=self.samples, memory=memory, resumable=self.resumable)
+                                   samples=self.samples, state=state, resumable=self.resumable)
         streams = [TextStream(self.encoding, [os.fsencode(text) for text in self.stop]) for _ in range(self.samples)]
         texts = [""] * self.samples
         if len(streams) > 1:
@@ -88,7 +88,7 @@ class SampleWriter:
             texts[0] = ""
             if all(stream.ended for stream in streams) or (stopped is not None and stopped.is_set()):
                 break
-        jax.block_until_ready(memory)  # if nothing is sampled
+        jax.block_until_ready(state)  # if nothing is sampled
         seconds = time.perf_counter() - compiled
         for i, stream in enumerate(streams):
             if i:
@@ -99,20 +99,21 @@ class SampleWriter:
             write("\n")
 
         if verbose:
-            drawn = [stream.tokens + (stream.ended and not stream.stopped) for stream in streams]
-            self._say_why_it_ended(streams, max(drawn), position)
-            status(f"{sum(drawn):,} tokens in {seconds:.2f} s ({sum(drawn) / seconds:,.0f} tokens/s, prompt included; "
+            counts = [stream.tokens + (stream.ended and not stream.stopped) for stream in streams]
+            self._report_end(streams, max(counts), position)
+            tokens = sum(counts)
+            status(f"{tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:,.0f} tokens/s, prompt included; "
                    f"compiled in {compiled - started:.2f} s)")
         if not self.resumable:
             return None
         if not streams[0].ended:
-            return batches.memory
+            return batches.state
         # The decode state includes tokens that are not in the text: read the text again without them.
         rest_T = tokenizers.encode_document(self.encoding, streams[0].rest).astype(np.int32)
-        return sampler.encode(np.concatenate([np.array(streams[0].kept, np.int32), rest_T]), memory)
+        return sampler.encode(np.concatenate([np.array(streams[0].whole, np.int32), rest_T]), state)
 
-    def _say_why_it_ended(self, streams: list[TextStream], drawn: int, position: int) -> None:
-        if position + drawn == self.sampler.max_length and drawn < self.max_new_tokens and not all(
+    def _report_end(self, streams: list[TextStream], longest: int, position: int) -> None:
+        if position + longest == self.sampler.max_length and longest < self.max_new_tokens and not all(
                 stream.ended for stream in streams):
             status(f"stopped at position {self.sampler.max_length}, the model's last")
         ended = sum(stream.ended and not stream.stopped for stream in streams)
@@ -121,20 +122,20 @@ class SampleWriter:
                    + (f": {ended} of {len(streams)}" if len(streams) > 1 else ""))
 
 
-def converse(writer: SampleWriter, prompt: bytes, memory: Memory | None) -> Memory | None:
+def converse(writer: SampleWriter, prompt: bytes, state: DecodeState | None) -> DecodeState | None:
     """Ask for prompts and continue from each, until there are no more prompts or positions; the final decode state."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 — lets users edit the input line
     for text in itertools.chain([prompt] if prompt else [], iter(ask, None)):
         with interrupts() as stopped:
             try:
-                memory = writer.write_samples(writer.tokenize(text, memory), memory, stopped=stopped)
+                state = writer.write_samples(writer.tokenize(text, state), state, stopped=stopped)
             except ConfigError as error:
                 status(str(error))
-        if memory is not None and memory.position == writer.sampler.max_length:
+        if state is not None and state.position == writer.sampler.max_length:
             status(f"stopped: the model has only {writer.sampler.max_length:,} positions")
             break
-    return memory
+    return state
 
 
 def ask() -> bytes | None:

@@ -27,10 +27,10 @@ class TextStream:
         self._held = b""
         self.tokens = 0
         """Number of tokens, without end-of-text."""
-        self.kept: list[int] = []
+        self.whole: list[int] = []
         """Tokens whose whole text is in the sample."""
         self.rest = b""
-        """Text of the sample after ``kept``, if a stop string begins inside a token."""
+        """Text of the sample after ``whole``, if a stop string begins inside a token."""
         self.stopped = self.ended = False
         """Whether a stop string, or a stop string or end-of-text, ended the sample."""
 
@@ -42,7 +42,7 @@ class TextStream:
                 self.ended = True
                 break
             self.tokens += 1
-            self.kept.append(token)
+            self.whole.append(token)
             self._held += self._bytes(token)
             found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
@@ -71,7 +71,7 @@ class TextStream:
         """Removes bytes from the end of the sample."""
         self._held = self._held[:len(self._held) - size]
         while size > 0:
-            last = self._bytes(self.kept.pop())
+            last = self._bytes(self.whole.pop())
             self.rest = last[:max(0, len(last) - size)]
             size -= len(last)
 

@@ -3,6 +3,8 @@
 ``tests/kernels/op_contract_test.py`` has the ops one by one.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ from kernels.cases import WORSE_THAN_PLAIN, error_of
 from kernels.linear_attention import State, linear_attention
 from kernels.linear_attention.cases import DEVICE_TOLERANCES, SCHEDULES
 from models.gpt import GPT, resolve_config
-from sampling.sampler import with_product_weights
+from sampling.token_step import token_step
+from sampling.weights import from_product_weights, to_product_weights
 from training.environment import peak_bytes
 from training.optimizer import decay_mask, make_optimizer
 from training.step import initial_state, jit_step, make_model, make_train_step
@@ -90,7 +93,7 @@ def test_training_steps_give_the_same_bits_each_time(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_drawn_token_has_the_logits_of_the_parallel_form_with_the_same_bits_each_time(mode):
+def test_a_sampled_token_has_the_logits_of_the_parallel_form_with_the_same_bits_each_time(mode):
     tokens_BT = np.random.default_rng(1).integers(0, VOCABULARY, (1, TOKENS), dtype=np.int32)
 
     def whole(dtype: str, platform: str) -> np.ndarray:
@@ -98,20 +101,17 @@ def test_a_drawn_token_has_the_logits_of_the_parallel_form_with_the_same_bits_ea
             return np.asarray(nnx.jit(lambda model, x: model(x))(make_model(make_config(mode, dtype), VOCABULARY),
                                                                  tokens_BT)[0, -1])
 
-    model = with_product_weights(make_model(make_config(mode, "bfloat16"), VOCABULARY))
+    graph, arrays = to_product_weights(make_model(make_config(mode, "bfloat16"), VOCABULARY))
 
-    @nnx.jit
-    def extend(model: GPT, tokens_BT: jax.Array, cache: object) -> tuple[jax.Array, object]:
-        x_BTE, cache = model.forward(tokens_BT, cache)
-        return model.logits(x_BTE[:, -1:])[0, 0], cache
+    @jax.jit
+    def last_logits(arrays: Any, tokens_BT: jax.Array) -> jax.Array:
+        model, head = from_product_weights(graph, arrays)
+        _, cache = model.forward(tokens_BT[:, :-1], model.init_cache(*tokens_BT.shape))
+        return token_step(model, head)(tokens_BT[:, -1:], cache)[0][0]
 
-    def drawn() -> np.ndarray:
-        _, cache = extend(model, tokens_BT[:, :-1], model.init_cache(1, tokens_BT.shape[1]))
-        return np.asarray(extend(model, tokens_BT[:, -1:], cache)[0])
-
-    expected, plain, found = whole("float32", "cpu"), whole("bfloat16", "cpu"), drawn()
-    assert error_of(found, expected) <= WORSE_THAN_PLAIN * error_of(plain, expected)
-    assert np.array_equal(found, drawn())
+    expected, plain, found = whole("float32", "cpu"), whole("bfloat16", "cpu"), last_logits(arrays, tokens_BT)
+    assert error_of(np.asarray(found), expected) <= WORSE_THAN_PLAIN * error_of(plain, expected)
+    assert np.array_equal(found, last_logits(arrays, tokens_BT))
 
 
 @pytest.mark.xdist_group("takes most of the memory")

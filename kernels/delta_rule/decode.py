@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..linear_attention.decode import refuses
-from ..recurrent_step import Input, as_given, recurrent_step
+from ..recurrent_step import PerHead, TokenInput, recurrent_step
 from .reference import recurrent
 
 __all__ = ["decode", "refuses"]
@@ -20,8 +20,9 @@ def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial
 
 @jax.custom_vjp
 def _decode(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, log_decay_BTH):
-    step = recurrent_step(Input(q_BTHM), Input(k_BTHM), Input(v_BTHD), initial_BHMD, log_decay=as_given(log_decay_BTH),
-                          beta=as_given(beta_BTH.astype(jnp.float32)), implementation="decode")
+    step = recurrent_step(TokenInput(q_BTHM), TokenInput(k_BTHM), TokenInput(v_BTHD), initial_BHMD,
+                          log_decay=None if log_decay_BTH is None else PerHead((log_decay_BTH,)),
+                          beta=PerHead((beta_BTH.astype(jnp.float32),)), implementation="decode")
     return step.y_BTHD, step.s_BHMD
 
 

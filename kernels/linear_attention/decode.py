@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..dispatch import Call
-from ..recurrent_step import Input, as_given, recurrent_step
+from ..recurrent_step import PerHead, TokenInput, recurrent_step
 from ..recurrent_step.decode import MOST_FEATURES
 from ..state import EPSILON, State, advance, sum_dtype
 
@@ -51,7 +51,8 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, nor
         normalize: divide by the sum of weights.
         log_decay_BTH: of the state; finite, float32. None: no decay.
     """
-    step = recurrent_step(Input(q_BTHM), Input(k_BTHM), Input(v_BTHD), *initial, log_decay=as_given(log_decay_BTH),
+    step = recurrent_step(TokenInput(q_BTHM), TokenInput(k_BTHM), TokenInput(v_BTHD), *initial,
+                          log_decay=None if log_decay_BTH is None else PerHead((log_decay_BTH,)),
                           epsilon=EPSILON if normalize else None, implementation="decode")
     assert step.z_BHM is not None
     return step.y_BTHD, State(step.s_BHMD, step.z_BHM)

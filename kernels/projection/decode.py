@@ -92,11 +92,11 @@ def projection_decode(
     def weight(F: int, tile: int) -> pl.BlockSpec:
         return pl.BlockSpec((tile, filled), lambda u: (jnp.minimum(u, (F - 1) // tile), 0))
 
-    of_results = tuple(map(columns, widths, tiles))
+    result_blocks = tuple(map(columns, widths, tiles))
     operands = _Operands(x_BTE[0, 0], None if norm is None else (norm.scale_E, norm.bias_E), weights,
                          None if biases is None else tuple(biases), None if onto_BTF is None else onto_BTF[0, 0])
     specs = _Operands(whole, None if norm is None else (whole, whole), tuple(map(weight, widths, tiles)),
-                      None if biases is None else of_results, None if onto_BTF is None else of_results[0])
+                      None if biases is None else result_blocks, None if onto_BTF is None else result_blocks[0])
 
     # Kernels do not support functions with a custom gradient.
     activation = None if activation is None else inspect.unwrap(activation)
@@ -108,7 +108,7 @@ def projection_decode(
         kernel,
         grid=(programs,),
         in_specs=[specs],
-        out_specs=of_results,
+        out_specs=result_blocks,
         out_shape=tuple(map(jax.ShapeDtypeStruct, [(F,) for F in widths], dtypes)),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=device.interprets_kernels(),
@@ -122,17 +122,17 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
     """A program: a tile of every result, from ``rows`` of E at a time."""
     x_ref, norm_refs, weight_refs, bias_refs, onto_ref = operands
     widest = max(widths)
-    of_results = [pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
+    in_result = [pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
                   for F, (tile,) in zip(widths, (ref.shape for ref in out_refs), strict=True)]
 
     def vector(ref: Any, first: Any, size: int) -> Array:
         return triton.load(ref.at[pl.ds(first, size)], mask=first + lax.iota(jnp.int32, size) < E, other=0.0)
 
     def load_weight(i: int, first: Any) -> Array:
-        among_e, of_result_f = first + lax.iota(jnp.int32, rows) < E, of_results[i]
-        shape = of_result_f.size, rows
-        shown = jnp.broadcast_to(among_e[None, :], shape) & jnp.broadcast_to(of_result_f[:, None], shape)
-        return triton.load(weight_refs[i].at[:, pl.ds(first, rows)], mask=shown, other=0.0)
+        in_width_e, in_result_f = first + lax.iota(jnp.int32, rows) < E, in_result[i]
+        shape = in_result_f.size, rows
+        mask = jnp.broadcast_to(in_width_e[None, :], shape) & jnp.broadcast_to(in_result_f[:, None], shape)
+        return triton.load(weight_refs[i].at[:, pl.ds(first, rows)], mask=mask, other=0.0)
 
     def load_widest(first: Any) -> list[Array | None]:
         return [load_weight(i, first) if width == widest else None for i, width in enumerate(widths)]
@@ -151,13 +151,13 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         weights = (load_weight(i, first) if w_fe is None else w_fe for i, w_fe in enumerate(loaded))
         return [jnp.sum(w_fe.astype(jnp.float32) * x_e[None, :], axis=1) for w_fe in weights]
 
-    def load(ref: Any, of_result_f: Array) -> Array:
-        return triton.load(ref.at[:], mask=of_result_f, other=0.0).astype(jnp.float32)
+    def load(ref: Any, in_result_f: Array) -> Array:
+        return triton.load(ref.at[:], mask=in_result_f, other=0.0).astype(jnp.float32)
 
     # In flight during the LayerNorm.
     first_weights = load_widest(0)
-    biases = [] if bias_refs is None else list(map(load, bias_refs, of_results))
-    onto_f = None if onto_ref is None else load(onto_ref, of_results[0])
+    biases = [] if bias_refs is None else list(map(load, bias_refs, in_result))
+    onto_f = None if onto_ref is None else load(onto_ref, in_result[0])
     moments = None
     if norm is not None:
         x_E = vector(x_ref, 0, pl.next_power_of_2(E)).astype(jnp.float32)
@@ -178,4 +178,4 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
             y_f = activation(y_f)
         if onto_f is not None:
             y_f += onto_f
-        triton.store(out_ref.at[:], y_f.astype(out_ref.dtype), mask=of_results[i])
+        triton.store(out_ref.at[:], y_f.astype(out_ref.dtype), mask=in_result[i])

@@ -1,6 +1,6 @@
 """One token of a layer with a state of constant size: everything between its projections."""
 
-from .api import has_kernel, recurrent_step
-from .head import Computed, Input, Step, as_given
+from .api import recurrent_step, supports
+from .types import HeadOutput, PerHead, StepResult, TokenInput
 
-__all__ = ["Computed", "Input", "Step", "as_given", "has_kernel", "recurrent_step"]
+__all__ = ["HeadOutput", "PerHead", "StepResult", "TokenInput", "recurrent_step", "supports"]

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cases import Arrays, Case
+from ..head_norm import HeadNorm
 from .api import recurrent_step
-from .head import Computed, Input
+from .types import HeadOutput, PerHead, TokenInput
 
 EPSILON = 1e-6
 # float32: sums of at most two hundred terms. bfloat16: y is rounded once, to 8 bits.
@@ -30,14 +31,16 @@ class RecurrentStepCase(Case):
     delta: bool = False
     """The delta rule, which keeps no sum of keys."""
     normalize: bool = False
+    feature: bool = False
+    """With exp of queries and keys."""
     K: int = 4
 
     @property
     def sizes(self) -> str:
         extras = {"alone": not self.around, "delta rule": self.delta, "normalised": self.normalize,
-                  f"K{self.K}": self.around and self.K != 4}
+                  "exp": self.feature, f"K{self.K}": self.around and self.K != 4}
         return " ".join([f"B{self.B} H{self.H} M{self.M} D{self.D} {self.dtype}",
-                         *(name for name, told in extras.items() if told)])
+                         *(name for name, shown in extras.items() if shown)])
 
     def make_shapes(self) -> Arrays:
         B, H, M, D, K = self.B, self.H, self.M, self.D, self.K
@@ -61,23 +64,18 @@ class RecurrentStepCase(Case):
                 for name, x in super().make_inputs().items()}
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
-        def unit(x: Any) -> Any:
-            x = jax.nn.silu(x)
-            return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
-
-        def gated(y: Any, scale: Any, gate: Any) -> Any:
-            return y / jnp.sqrt(jnp.sum(y * y, axis=-1, keepdims=True) / self.D + EPSILON) * scale * jax.nn.silu(gate)
-
-        q, k, v = (Input(inputs[name], finish if self.around else None, inputs.get(f"{name} taps"),
-                         inputs.get(f"{name} before"))
-                   for name, finish in (("q", unit), ("k", unit), ("v", jax.nn.silu)))
+        norms: tuple[HeadNorm, ...] = ("l2", "rms", "none")
+        q, k, v = (TokenInput(inputs[name]) if not self.around else
+                   TokenInput(inputs[name], "silu", norm, inputs[f"{name} taps"], inputs[f"{name} before"])
+                   for name, norm in zip("qkv", norms, strict=True))
         step = recurrent_step(
             q, k, v, inputs["s"], inputs.get("z"), implementation=implementation,
-            log_decay=Computed(lambda gate, rate: -jnp.exp(rate) * jax.nn.softplus(gate), (inputs["gate"],
-                                                                                            inputs["rate"])),
-            beta=Computed(jax.nn.sigmoid, (inputs["beta"],)) if self.delta else None,
+            feature=jnp.exp if self.feature else None,
+            log_decay=PerHead((inputs["gate"], inputs["rate"]),
+                              lambda gate, rate: -jnp.exp(rate) * jax.nn.softplus(gate)),
+            beta=PerHead((inputs["beta"],), jax.nn.sigmoid) if self.delta else None,
             epsilon=EPSILON if self.normalize else None,
-            output=Computed(gated, (inputs["scale"], inputs["output gate"])) if self.around else None)
+            output=HeadOutput(inputs["scale"], inputs["output gate"], "silu") if self.around else None)
         results = {"y": step.y_BTHD, "s": step.s_BHMD, "z": step.z_BHM,
                    **{f"{name} before": x for name, x in zip("qkv", step.before_BPHD, strict=True)}}
         return {name: x for name, x in results.items() if x is not None}
@@ -95,6 +93,7 @@ CASES: tuple[Case, ...] = (
     _case(3, 2, 20, 24, "float32", delta=True),
     _case(1, 2, 100, 128, "float32", delta=True),
     _case(2, 2, 48, 100, "float32", around=False, normalize=True),
+    _case(2, 2, 20, 24, "float32", normalize=True, feature=True),
     _case(1, 2, 200, 100, "bfloat16", around=False, delta=True),
     *(_case(B, H, D, D, dtype, delta=delta, used_by=("gpu-check",)) for delta in (False, True)
       for B, H, D, dtype in ((1, 12, 64, "bfloat16"), (1, 12, 64, "float32"), (8, 8, 128, "bfloat16"),

@@ -30,12 +30,11 @@ class Attention(linear.Attention):
 
     length_fields = ("chunk_size",)
     implementation_fields = ("kernel", "chunk_size")
-    step_kernels = ("linear_attention_",)
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Only with the default kernel and chunk size: without a causal mask there are no chunks."""
-        return self.config.kernel in (None, "chunked") and self.config.chunk_size is None
+        return self.form in (None, "chunked") and self.chunk_size is None
 
     @property
     def form(self) -> str | None:
@@ -43,7 +42,7 @@ class Attention(linear.Attention):
 
     @property
     def unmasked_form(self) -> str | None:
-        return "chunked" if self.config.kernel is not None else None  # the others are causal
+        return "chunked" if self.form is not None else None  # the others are causal
 
     @property
     def chunk_size(self) -> int | None:
@@ -65,6 +64,6 @@ class Attention(linear.Attention):
 
     def _shapes(self, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of the features and values of a sequence."""
-        features_dtype = jnp.float32 if self.config.feature_map in SIGNED else dtype
+        features_dtype = jnp.float32 if self.phi.feature_map in SIGNED else dtype
         return (jax.ShapeDtypeStruct((1, tokens, self.heads, self.feature_width), features_dtype),
                 jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_width), dtype))

@@ -54,7 +54,7 @@ _LEAST = 1e-3
 class _Elementwise(NamedTuple):
     """Elementwise map; derivative from its output."""
 
-    of: Callable[[Array], Array]
+    function: Callable[[Array], Array]
     slope: Callable[[Array], Array]
 
 
@@ -129,7 +129,7 @@ def feature_width(options: FeatureOptions, head_width: int) -> int:
     return options.features * (2 if options.feature_map == "favor_trigonometric" else 1)
 
 
-def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: bool) -> Float[Array, "R D"]:
+def normal_directions(key: Array, features: int, head_width: int, *, orthogonal: bool) -> Float[Array, "R D"]:
     """Random directions w, each standard normal; float32.
 
     Orthogonal directions are orthogonal in groups of D, the last of which may be smaller, with the lengths of
@@ -147,9 +147,9 @@ def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: b
     return unit_RD * jnp.linalg.norm(normal_RD, axis=1, keepdims=True)
 
 
-def draw(options: FeatureOptions, key: Array, head_width: int) -> Float[Array, "R _"]:
+def random_directions(options: FeatureOptions, key: Array, head_width: int) -> Float[Array, "R _"]:
     """The random numbers of a map: its directions, and as a last column the phases b of favor_cosine."""
-    directions_RD = draw_directions(key, options.features, head_width, orthogonal=options.orthogonal)
+    directions_RD = normal_directions(key, options.features, head_width, orthogonal=options.orthogonal)
     if options.feature_map != "favor_cosine":
         return directions_RD
     phases_R1 = jax.random.uniform(jax.random.fold_in(key, 2), (options.features, 1), maxval=2 * math.pi)
@@ -163,7 +163,7 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
     Args:
         options: the options of φ.
         x_BTHD: queries or keys.
-        directions_RD: the result of :func:`draw`, for random maps.
+        directions_RD: the result of :func:`random_directions`, for random maps.
         query: whether x are queries; with ``normalize`` their features have a factor that cancels.
     """
     if options.feature_map in ELEMENTWISE:
@@ -181,16 +181,11 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
     return y_BTHM if options.feature_map in SIGNED else y_BTHM.astype(x_BTHD.dtype)
 
 
-def elementwise(options: FeatureOptions) -> Callable[[Array], Array] | None:
-    """φ as an elementwise map of float32; None if it is not elementwise."""
-    return ELEMENTWISE[options.feature_map].of if options.feature_map in ELEMENTWISE else None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
     # Without the barrier, a CPU recomputes φ for each use, and a GPU also keeps it in float32 for the backward pass: by
     # an estimate 1.8 of 123 ms and 5 GiB of a step of 65,536 tokens at 124M.
-    return lax.optimization_barrier(rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype))
+    return lax.optimization_barrier(rounded(ELEMENTWISE[feature_map].function(wide(x_BTHD)), x_BTHD.dtype))
 
 
 def _elementwise_forward(feature_map: FeatureMap, x_BTHD: Array) -> tuple[Array, Array]:

@@ -7,18 +7,20 @@ flash-linear-attention. With ``decay fixed``, one constant per head: Sun et al.,
 norms and output gate are those of ``LayerOptions``.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
-from kernels.recurrent_step import Computed
-from models.attention import chunked
-from models.attention.gates import HeadGate, InputDecay, RecurrentOptions, fixed_log_decay
-from models.attention.layer_options import LayerOptions
+from kernels.linear_attention import State, linear_attention, pick_chunk_sizes, pick_implementation
+from kernels.segments import segment_of_new
+from kernels.state import zero_state
+from models.attention.gates import InputDecay, RecurrentOptions, fixed_log_decay
+from models.attention.recurrence import Recurrence
+from models.attention.self_attention import SelfAttention
 
 
 @dataclass(frozen=True)
@@ -31,35 +33,58 @@ class Config(RecurrentOptions):
     """Implementation. None: the fastest on this device."""
 
 
-class Attention(chunked.Attention):
+class Attention(SelfAttention):
     """Linear attention with a decay; decoding keeps a state of constant size."""
 
-    def __init__(self, config: Config, **sizes: Any):
-        shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(LayerOptions)}
-        super().__init__(chunked.Config(feature_map="identity", normalize=False, chunk_size=config.chunk_size,
-                                        kernel=config.kernel, **shared), **sizes)
+    length_fields = ("chunk_size",)
+    implementation_fields = ("kernel", "chunk_size")
+    decode_state = "constant"
+    splits_context = True
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         self.rotary = config.rotary
-        self.decay = InputDecay(self.width, self.heads, rngs=sizes["rngs"]) if config.decay == "input" else None
+        self.decay = InputDecay(width, heads, rngs=rngs) if config.decay == "input" else None
 
-    @property
-    def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False: the decay is causal."""
-        return False
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        return linear_attention(q_BTHD, k_BTHD, v_BTHD, normalize=False, segment_ids_BT=segment_ids_BT,
+                                log_decay_BTH=self._log_decay(x_BTE), chunk_size=self.config.chunk_size,
+                                implementation=self.config.kernel)[0]
 
-    def log_decay(self, x_BTE: Array) -> Array:
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
+        return zero_state(batch, self.heads, self.head_width, self.head_width)
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, State]:
+        segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
+        return linear_attention(q_BTHD, k_BTHD, v_BTHD, normalize=False, segment_ids_BT=segment_ids_BT,
+                                log_decay_BTH=self._log_decay(x_BTE), initial_state=cache)
+
+    def _log_decay(self, x_BTE: Array) -> Array:
+        """g of each token and head, (B, T, H)."""
         if self.decay is not None:
             return self.decay.log_decay(x_BTE)
         return jnp.broadcast_to(fixed_log_decay(self.heads)[None, None], (*x_BTE.shape[:2], self.heads))
 
     @property
-    def step_gates(self) -> Sequence[HeadGate]:
-        return () if self.decay is None else (self.decay,)
-
-    def step_log_decay(self, gates: Sequence[Array]) -> Computed:
-        if self.decay is not None:
-            return self.decay.computed(*gates)
-        return Computed(lambda log_decay: log_decay, (jnp.asarray(fixed_log_decay(self.heads)),))
+    def recurrence(self) -> Recurrence:
+        return Recurrence(decay=fixed_log_decay(self.heads) if self.decay is None else self.decay.data)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
-        of_decay = 0 if self.decay is None else self.decay.flops(tokens)
-        return super().flops(tokens, context, causal=True) + of_decay
+        D, x_BTHD = self.head_width, self._shape(context, jnp.float32)
+        sizes = pick_chunk_sizes("chunked", x_BTHD, x_BTHD, x_BTHD, self.config.chunk_size)
+        assert sizes is not None
+        gate = 0 if self.decay is None else self.decay.flops(tokens)
+        return tokens * self.heads * (2 * sizes.forward * D + 4 * D * D) + gate
+
+    def state_bytes(self, context: int) -> int:
+        return 4 * self.heads * self.head_width * (self.head_width + 1)
+
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str:
+        x_BTHD = self._shape(self.max_length, dtype)
+        return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.config.chunk_size)
+
+    def _shape(self, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Of queries, keys and values of a sequence."""
+        return jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_width), dtype)

@@ -3,8 +3,9 @@
 Each has a value per token and head, in float32 for any compute dtype, since log decays are summed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kernels.projection import project_wide
-from kernels.recurrent_step import Computed
 from models.attention.layer_options import LayerOptions
+from models.attention.recurrence import Gate
 from models.attention.self_attention import Linear
 from models.parameters import declare
 from support.ranges import Count, Natural
@@ -39,32 +40,61 @@ class RecurrentOptions(LayerOptions):
 
 
 class HeadGate(Linear):
-    """A linear function of the layer's input for each head, computed by :func:`read`."""
+    """A number for each token and head: a function of a linear map of the layer's input."""
+
+    from_gate: ClassVar[Callable[..., Array]]
+    """The function, elementwise, of the result of the linear map and of :attr:`constants_H`."""
 
     def __init__(self, width: int, heads: int, *, bias: float = 0.0, rngs: nnx.Rngs):
         super().__init__(width, heads, axes=("width", "heads"), rngs=rngs)
         assert self.bias is not None
         self.bias[...] = jnp.full(heads, bias, jnp.float32)
 
+    @property
+    def constants_H(self) -> tuple[Array, ...]:
+        """Parameters of the function, one for each head."""
+        return ()
+
+    def numbers(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+        """The number of each token and head, in float32 or better."""
+        gate_BTH, = project_wide(x_BTE, [self.parameters])
+        return self.from_gate(gate_BTH, *(constant_H[None, None] for constant_H in self.constants_H))
+
+    @property
+    def data(self) -> Gate:
+        """The same as data, for :class:`Recurrence`."""
+        return Gate(*self.parameters, self.constants_H, self.from_gate)
+
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of the gate."""
+        """Floating-point operations of the linear map."""
         return 2 * tokens * self.in_features * self.out_features
 
 
-def read(x_BTE: Float[Array, "B T E"], *gates: HeadGate) -> list[Float[Array, "B T H"]]:
-    """The value of each gate for each token and head, in float32 or better."""
-    return project_wide(x_BTE, [gate.parameters for gate in gates])
+class WriteStrength(HeadGate):
+    """The write strength of a token: sigmoid(w(x))."""
+
+    from_gate = staticmethod(jax.nn.sigmoid)
+
+    def strength(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+        """β, from 0 to 1."""
+        return self.numbers(x_BTE)
 
 
-class ForgetGate(HeadGate):
-    """A log decay: log sigmoid of a linear function of the input."""
+class Decay(HeadGate):
+    """A log decay of the state."""
 
     def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
         """g ≤ 0."""
-        return jax.nn.log_sigmoid(read(x_BTE, self)[0])
+        return self.numbers(x_BTE)
 
 
-class InputDecay(HeadGate):
+class ForgetGate(Decay):
+    """A log decay: log sigmoid(a(x) + b)."""
+
+    from_gate = staticmethod(jax.nn.log_sigmoid)
+
+
+class InputDecay(Decay):
     """The log decay of Mamba-2: −exp(A) softplus(a(x) + b), with A per head and linear a.
 
     At initialisation exp(A) is uniform in ``RATES``, and softplus(b) log-uniform in ``STEPS``. Dao, Gu: "Transformers
@@ -79,22 +109,13 @@ class InputDecay(HeadGate):
         self.log_rate_H = nnx.Param(jnp.log(rates_H), **declare("heads", decays=False))
         self.bias[...] = jnp.log(jnp.expm1(steps_H))
 
-    def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-        """g ≤ 0."""
-        return self.of(read(x_BTE, self)[0])
+    @staticmethod
+    def from_gate(gate: Array, log_rate: Array) -> Array:
+        return -jnp.exp(log_rate) * jax.nn.softplus(gate)
 
-    def of(self, gate_BTH: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-        """g ≤ 0, of what was read."""
-        return input_decay(gate_BTH, self.log_rate_H[...][None, None])
-
-    def computed(self, gate_BTH: Float[Array, "B 1 H"]) -> Computed:
-        """The same of one token, computed where it is used."""
-        return Computed(input_decay, (gate_BTH, self.log_rate_H[...]))
-
-
-def input_decay(gate: Array, log_rate: Array) -> Array:
-    """−exp(A) softplus(a(x) + b)."""
-    return -jnp.exp(log_rate) * jax.nn.softplus(gate)
+    @property
+    def constants_H(self) -> tuple[Array, ...]:
+        return self.log_rate_H[...],
 
 
 def fixed_log_decay(heads: int) -> Float[np.ndarray, " H"]:

@@ -4,7 +4,6 @@ Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020. ``chunked``
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,18 +13,19 @@ from flax import nnx
 from jax import Array
 
 from kernels.linear_attention import EPSILON, State, linear_attention
-from kernels.recurrent_step import Computed, Input, Step, recurrent_step
 from kernels.segments import segment_of_new
+from kernels.state import zero_state
 from models.attention.feature_maps import (
+    ELEMENTWISE,
     NEGATIVE,
     RANDOM,
     FeatureOptions,
-    draw,
-    elementwise,
     feature_width,
     features,
+    random_directions,
 )
 from models.attention.random_projection import RandomProjection
+from models.attention.recurrence import Recurrence
 from models.attention.self_attention import SelfAttention
 
 
@@ -44,27 +44,33 @@ class Attention(SelfAttention):
     implementation_fields = ("form",)
     decode_state = "constant"
     splits_context = True
-    decode_kernels = ("recurrent_step",)
 
-    def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,
-                 rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
-        if config.feature_map in NEGATIVE:
-            favor = config.feature_map.startswith("favor")
-            warnings.warn(f"{self.name}: attention weights by {config.feature_map} can be negative"
+        phi = self.phi
+        if phi.feature_map in NEGATIVE:
+            favor = phi.feature_map.startswith("favor")
+            warnings.warn(f"{self.name}: attention weights by {phi.feature_map} can be negative"
                           + (", and their variance is largest where they are smallest" if favor else "")
                           + "; use it only to compare with favor", stacklevel=2)
-        self.directions_RD = RandomProjection(self._draw(rngs())) if config.feature_map in RANDOM else None
+        self.directions_RD = (RandomProjection(random_directions(phi, rngs(), head_width))
+                              if phi.feature_map in RANDOM else None)
+
+    @property
+    def phi(self) -> FeatureOptions:
+        """The feature map and the normalisation."""
+        return self.config
 
     @property
     def feature_width(self) -> int:
         """M."""
-        return feature_width(self.config, self.head_width)
+        return feature_width(self.phi, self.head_width)
 
     def resample(self, step: Array, key: Array) -> None:
         """:meth:`RandomProjection.resample` of random directions; the training step calls it."""
         if self.directions_RD is not None:
-            self.directions_RD.resample(step, self.config.resample_every, lambda: self._draw(key))
+            self.directions_RD.resample(step, self.phi.resample_every,
+                                        lambda: random_directions(self.phi, key, self.head_width))
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -86,10 +92,6 @@ class Attention(SelfAttention):
         """C, if the form has chunks."""
         return None
 
-    def log_decay(self, x_BTE: Array) -> Array | None:
-        """The log decay from the layer's input, log_decay_BTH, float32, if any."""
-        return None
-
     def supports_segments(self, causal: bool) -> bool:
         """Only with a causal mask. Without one all tokens share one state, which excludes only padding."""
         return causal
@@ -100,42 +102,28 @@ class Attention(SelfAttention):
             q_BTHM, k_BTHM = self._features(q_BTHD, k_BTHD)
             if not causal and segment_ids_BT is not None:
                 k_BTHM = jnp.where((segment_ids_BT >= 0)[..., None, None], k_BTHM, 0)
-            return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.config.normalizes,
+            return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.phi.normalizes,
                                     segment_ids_BT=segment_ids_BT if causal else None, chunk_size=self.chunk_size,
-                                    log_decay_BTH=self.log_decay(x_BTE),
                                     implementation=self.form if causal else self.unmasked_form)[0]
 
         # Without a mask, recomputing the features in the backward pass is cheaper than keeping them.
         return (attend if causal else jax.checkpoint(attend))(q_BTHD, k_BTHD, v_BTHD)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
-        M, D = self.feature_width, self.head_width
-        return State(jnp.zeros((batch, self.heads, M, D), jnp.float32), jnp.zeros((batch, self.heads, M), jnp.float32))
+        return zero_state(batch, self.heads, self.feature_width, self.head_width)
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, State]:
         segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
-        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, normalize=self.config.normalizes,
-                                initial_state=cache, segment_ids_BT=segment_ids_BT,
-                                log_decay_BTH=self.log_decay(x_BTE))
+        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, normalize=self.phi.normalizes,
+                                initial_state=cache, segment_ids_BT=segment_ids_BT)
 
     @property
-    def recurrent(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where features are of each number alone."""
-        return elementwise(self.config) is not None
-
-    def step(self, q: Input, k: Input, v: Input, cache: State, gates: Sequence[Array],
-             output: Computed | None) -> tuple[Step, State]:
-        feature = elementwise(self.config)
-        assert feature is not None
-        step = recurrent_step(q.then(feature), k.then(feature), v, *cache, log_decay=self.step_log_decay(gates),
-                              epsilon=EPSILON if self.config.normalizes else None, output=output)
-        assert step.z_BHM is not None
-        return step, State(step.s_BHMD, step.z_BHM)
-
-    def step_log_decay(self, gates: Sequence[Array]) -> Computed | None:
-        """:meth:`log_decay` of one token, of what :attr:`step_gates` say."""
-        return None
+    def recurrence(self) -> Recurrence | None:
+        """Where φ is elementwise."""
+        if self.phi.feature_map not in ELEMENTWISE:
+            return None
+        return Recurrence(ELEMENTWISE[self.phi.feature_map].function, epsilon=EPSILON if self.phi.normalizes else None)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         M, D = self.feature_width, self.head_width
@@ -144,8 +132,7 @@ class Attention(SelfAttention):
         return tokens * self.heads * (4 * M * D + self._feature_flops())
 
     def state_bytes(self, context: int) -> int:
-        cache = jax.eval_shape(lambda: self.init_cache(1, context, jnp.float32))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        return 4 * self.heads * self.feature_width * (self.head_width + 1)
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
         if causal:
@@ -154,11 +141,8 @@ class Attention(SelfAttention):
 
     def _features(self, q_BTHD: Array, k_BTHD: Array) -> tuple[Array, Array]:
         directions_RD = None if self.directions_RD is None else self.directions_RD[...]
-        return (features(self.config, q_BTHD, directions_RD, query=True), features(self.config, k_BTHD, directions_RD))
+        return features(self.phi, q_BTHD, directions_RD, query=True), features(self.phi, k_BTHD, directions_RD)
 
     def _feature_flops(self) -> int:
         """Per token and head: the products of query and key with the random directions."""
-        return 4 * self.config.features * self.head_width if self.config.feature_map in RANDOM else 0
-
-    def _draw(self, key: Array) -> Array:
-        return draw(self.config, key, self.head_width)
+        return 4 * self.phi.features * self.head_width if self.phi.feature_map in RANDOM else 0

@@ -118,14 +118,14 @@ class Attention(SelfAttention):
             return y_BTHD, extended
         if state is None and causal and segment_ids_BT is not None:
             document = _Documents.of(segment_ids_BT, self.config.global_tokens)
-            rows = document.attend(self._global(self.global_query, x_BTE, positions_BT),
+            rows = document.attend(self._global_queries(x_BTE, positions_BT),
                                    *self._global_key_values(x_BTE, positions_BT))
             return jnp.where(document.is_global_BT[..., None, None], _per_token(rows.y_BHNTD, y_BTHD), y_BTHD), None
         if state is None:
             seen = early if causal else T
             tags = _tags(B, T, segment_ids_BT)
             k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :seen], positions_BT)
-            rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT),
+            rows_BTHD = one_group(self._global_queries(x_BTE[:, :early], positions_BT),
                                    k_BSHD.swapaxes(1, 2), v_BSHD.swapaxes(1, 2), _first(tags, early),
                                    _first(tags, seen), _sees_past if causal else _sees_segment)
             return jnp.concatenate([rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, early:]], axis=1), None
@@ -135,7 +135,7 @@ class Attention(SelfAttention):
             k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :early], positions_BT)
             globals_ = self._append_global(state.among_globals, k_BSHD, v_BSHD, seen_B, lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
-            rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), globals_.k_BHSD,
+            rows_BTHD = one_group(self._global_queries(x_BTE[:, :early], positions_BT), globals_.k_BHSD,
                                    globals_.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
                                    _tags(B, self.config.global_tokens, None), _sees_past)
             is_global_BT11 = (t_BT < self.config.global_tokens)[..., None, None]
@@ -255,12 +255,13 @@ class Attention(SelfAttention):
                            count_B if lengths_B is None else jnp.minimum(count_B, lengths_B))
 
     def _global_key_values(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array]:
-        return self._global(self.global_key, x_BTE, positions_BT), self._global(self.global_value, x_BTE, None)
+        weights = [HeadWeights(*linear.parameters) for linear in (self.global_key, self.global_value)]
+        (k_BTHD, v_BTHD), _ = project_heads(x_BTE, weights, heads=self.heads)
+        return k_BTHD if positions_BT is None else rotate(k_BTHD, positions_BT[:, :x_BTE.shape[1]]), v_BTHD
 
-    def _global(self, projection: Linear, x_BTE: Array, positions_BT: Array | None) -> Array:
-        """A projection of the first tokens, rotated if positions are given."""
-        (x_BTHD,), _ = project_heads(x_BTE, [HeadWeights(*projection.parameters)], heads=self.heads)
-        return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :x_BTE.shape[1]])
+    def _global_queries(self, x_BTE: Array, positions_BT: Array | None) -> Array:
+        (q_BTHD,), _ = project_heads(x_BTE, [HeadWeights(*self.global_query.parameters)], heads=self.heads)
+        return q_BTHD if positions_BT is None else rotate(q_BTHD, positions_BT[:, :x_BTE.shape[1]])
 
 
 class _Documents(NamedTuple):

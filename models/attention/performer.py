@@ -7,10 +7,10 @@ depend on seed and step, not on the data.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from models.attention import chunked
-from models.attention.feature_maps import RandomFeatures
+from models.attention.feature_maps import FeatureOptions, RandomFeatures
 from support.ranges import Count
 
 
@@ -32,6 +32,11 @@ class Attention(chunked.Attention):
 
     implementation_fields = ("chunk_size",)
 
-    def __init__(self, config: Config, **sizes: Any):
-        shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RandomFeatures)}
-        super().__init__(chunked.Config(feature_map=config.phi, chunk_size=config.chunk_size, **shared), **sizes)
+    @property
+    def phi(self) -> FeatureOptions:
+        shared = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(RandomFeatures)}
+        return FeatureOptions(feature_map=self.config.phi, **shared)
+
+    @property
+    def form(self) -> None:
+        return None

@@ -86,9 +86,9 @@ class Attention(SelfAttention):
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         M, D, C = self.features, self.head_width, pick_chunk_size(context, self.config.chunk_size)
         # A single chunk reads and writes no state.
-        of_state = 4 * M * D if context > C else 0
-        of_gate = 0 if self.forget is None else self.forget.flops(tokens)
-        return tokens * self.heads * (2 * C * D + of_state) + of_gate
+        state = 4 * M * D if context > C else 0
+        gate = 0 if self.forget is None else self.forget.flops(tokens)
+        return tokens * self.heads * (2 * C * D + state) + gate
 
     def state_bytes(self, context: int) -> int:
         D = self.head_width

@@ -89,7 +89,6 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         del self.key  # keys are normalised queries
-        self.query.exact = True
         self.rotations_DRM = RandomProjection(self._rotations(rngs()))
 
     @property

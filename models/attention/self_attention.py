@@ -13,6 +13,7 @@ from kernels.gated_norm import gated_norm
 from kernels.project_heads import HeadWeights, project_heads
 from kernels.projection import project
 from models.attention.layer_options import layer_options
+from models.attention.recurrence import Recurrence
 from models.attention.rotary import rotate
 from models.parameters import Axis, declare, own_parameters
 from support.errors import ConfigError
@@ -29,11 +30,6 @@ OPEN_GATE_BIAS = {"sigmoid": 0.0, "silu": 1.2784645}
 class Linear(nnx.Linear):
     """``nnx.Linear`` with GPT-2's initialisation; its output has the dtype of its input."""
 
-    exact: bool = False
-    """Never store its weights in a lower precision."""
-    transposed: bool = False
-    """The weight is stored as (F, E)."""
-
     def __init__(self, inputs: int, outputs: int, *, axes: tuple[Axis, Axis], shared: bool = False, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs,
                          kernel_metadata=declare(*axes, decays=True, shared=shared),
@@ -46,8 +42,7 @@ class Linear(nnx.Linear):
     def parameters(self) -> tuple[Array, Array]:
         """Weight, (E, F), and bias."""
         assert self.bias is not None
-        w = self.kernel[...]
-        return w.T if self.transposed else w, self.bias[...]
+        return self.kernel[...], self.bias[...]
 
 
 class LayerCache(NamedTuple):
@@ -96,10 +91,6 @@ class SelfAttention(nnx.Module):
     splits_context: bool = False
     """Whether devices that share a sequence (``mesh.context``) exchange as much at any context, if causal. Otherwise
     they gather the sequence in each layer."""
-    step_kernels: tuple[str, ...] = ()
-    """Name prefixes of the GPU kernels in a training step, for ``make gpu-check``."""
-    decode_kernels: tuple[str, ...] = ()
-    """Name prefixes of the GPU kernels in a decoding step."""
 
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config
@@ -225,6 +216,11 @@ class SelfAttention(nnx.Module):
 
         ``segments``: whether rows have several segments or padding.
         """
+        return None
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """The recurrence that :meth:`extend` computes for one token, for sampling in few launches; None: another."""
         return None
 
     # Overridden by modes with other projections, or with more than ``mix``.

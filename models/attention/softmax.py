@@ -40,7 +40,6 @@ class Attention(SelfAttention):
 
     implementation_fields = ("form",)
     decode_state = "growing"
-    decode_kernels = ("softmax_decode_",)
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)

@@ -16,7 +16,7 @@ from kernels.layer_norm import layer_norm
 from kernels.mixed_precision import product
 from kernels.projection import project
 from kernels.softmax_attention import softmax_attention
-from sampling.sampler import Settings, draw
+from sampling.sampler import Settings, sample_token
 
 
 def numbers(*shapes, dtype=jnp.float32):
@@ -31,7 +31,7 @@ def gradients(function, arguments):
 
 def drawn(sampling, logits_BV):
     keys_B = jax.random.split(jax.random.key(0), len(logits_BV))
-    return draw(logits_BV, logits_BV > 9, keys_B, Settings(*map(jnp.asarray, sampling)))
+    return sample_token(logits_BV, logits_BV > 9, keys_B, Settings(*map(jnp.asarray, sampling)))
 
 
 # The function with a workaround, which returns its outputs and gradients; its arguments; and the error allowed for

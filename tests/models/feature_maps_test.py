@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from models.attention.chunked import Config
-from models.attention.feature_maps import FeatureMap, FeatureOptions, draw, draw_directions, feature_width, features
+from models.attention.feature_maps import (
+    FeatureMap,
+    FeatureOptions,
+    feature_width,
+    features,
+    normal_directions,
+    random_directions,
+)
 from models.attention.performer import Config as PerformerConfig
 from support.errors import ConfigError
 
@@ -32,7 +39,7 @@ def weights(feature_map: FeatureMap, count: int, *, orthogonal: bool = True) -> 
     options = FeatureOptions(feature_map=feature_map, normalize=False, features=count, orthogonal=orthogonal)
 
     def drawn(key):
-        w = draw(options, key, D)
+        w = random_directions(options, key, D)
         return jnp.einsum("bthm,bshm->s", features(options, Q, w, query=True), features(options, K, w))
 
     return np.asarray(jax.jit(jax.vmap(drawn))(jax.random.split(jax.random.key(3), DRAWS)), np.float64)
@@ -78,7 +85,7 @@ def test_orthogonal_directions_have_the_smaller_error():
 
 
 def test_orthogonal_directions_are_at_right_angles_and_as_long_as_normal_vectors():
-    w = np.asarray(draw_directions(jax.random.key(0), 1004, D, orthogonal=True), np.float64)
+    w = np.asarray(normal_directions(jax.random.key(0), 1004, D, orthogonal=True), np.float64)
     assert w.shape == (1004, D)
     for group in (w[:D], w[-4:]):  # the last one is cut short
         lengths = np.linalg.norm(group, axis=1)
@@ -100,7 +107,7 @@ def test_cosines_vary_most_where_the_weight_is_small():
     ("generalized_gelu", lambda x: x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2)])
 def test_generalised_attention_is_any_function_of_random_products(feature_map, f):
     options = FeatureOptions(feature_map=feature_map, normalize=False, features=12)
-    w = np.asarray(draw(options, jax.random.key(0), D), np.float64)
+    w = np.asarray(random_directions(options, jax.random.key(0), D), np.float64)
     assert feature_width(options, D) == 12
     expected = (f(np.asarray(K, np.float64) @ w.T * D**-0.25) + 1e-3) / np.sqrt(12)
     np.testing.assert_allclose(features(options, K, jnp.asarray(w, jnp.float32)), expected, rtol=1e-4, atol=1e-6)

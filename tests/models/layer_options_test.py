@@ -11,8 +11,6 @@ import pytest
 from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
-from kernels import device
-from kernels.recurrent_step import has_kernel
 from models import attention, encoder, gpt
 from models.attention.gates import InputDecay, fixed_log_decay
 from models.attention.layer_options import LayerOptions
@@ -180,7 +178,8 @@ def test_the_documented_work_of_the_delta_rule_is_what_is_counted():
     def of_mixing(mode: str, head_width: int) -> int:
         layer = modes[mode].Attention(modes[mode].Config(), heads=1, head_width=head_width, width=E, max_length=1024,
                                       rngs=nnx.Rngs(3))
-        return layer.flops(1024, 1024) - sum(gate.flops(1024) for gate in layer.step_gates)
+        gates = [getattr(layer, name) for name in ("write", "decay") if hasattr(layer, name)]
+        return layer.flops(1024, 1024) - sum(gate.flops(1024) for gate in gates)
 
     text = " ".join((Path(__file__).parents[2] / "docs" / "attention_modes.md").read_text().split())
     ratios = re.search(r"(\S+), (\S+) and (\S+) times the work of `gated` at head widths 32, 64 and 128", text)
@@ -212,17 +211,3 @@ def test_encoders_that_cannot_be(mode, options, message):
 
 def test_every_mode_has_the_options():
     assert all(issubclass(module.Config, LayerOptions) for module in attention.modes().values())
-
-
-def test_a_step_is_one_launch_on_a_gpu_alone(monkeypatch):
-    x_BTE = np.zeros((2, 1, E), np.float32)
-    monkeypatch.setattr(device, "platform", lambda: "cpu")
-    assert not has_kernel(x_BTE, 64, 64, 4)
-    monkeypatch.setattr(device, "platform", lambda: "gpu")
-    assert has_kernel(x_BTE, 64, 64, 4)
-    assert has_kernel(x_BTE, 100, 128, 0)
-    assert not has_kernel(x_BTE, 129, 128, 4)  # a state of a head that a program has no room for
-    assert not has_kernel(x_BTE, 64, 64, 1)  # tokens before are needed
-    assert not has_kernel(x_BTE, 64, 64, 17)
-    assert not has_kernel(np.zeros((2, 2, E), np.float32), 64, 64, 4)
-    assert not has_kernel(x_BTE.astype(float), 64, 64, 4)

@@ -1,10 +1,8 @@
 """Sampling follows the parallel model's distribution, for any prompt length and number of samples."""
 
-import collections
 import functools
 import itertools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +12,14 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from kernels.projection import api as projection
-from kernels.recurrent_step.api import IMPLEMENTATIONS
 from models import attention as attentions
-from models.attention import self_attention
 from models.attention.rotary import angles
 from models.gpt import GPT, resolve_config
 from sampling import sampler as sampler_module
-from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
+from sampling import weights
+from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, likeliest, sample_token
 from support.errors import ConfigError
+from tests.compilations import compilations
 
 V = 13
 MODES = tuple(attentions.sampling_modes())
@@ -90,47 +87,18 @@ def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
     sampler, prompt_T = Sampler(model), np.where(prompt_of(19) == 0, 7, prompt_of(19))  # 0 fills up pieces
     first = sampler.encode(prompt_T[:11])
     added = sampler.encode(prompt_T[11:], first)
-    generation = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, memory=added, resumable=True)
+    generation = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, state=added, resumable=True)
     text_T = np.concatenate([prompt_T, *(piece_BT[0] for piece_BT in generation)])
     assert len(text_T) == 39
     logits_TV = parallel_logits(model, text_T[None])[0]
     np.testing.assert_array_equal(text_T[19:], np.argmax(logits_TV, axis=1)[18:-1])
     assert len(set(text_T[19:].tolist())) > 1  # a model that repeats itself would hide errors
-    for memory, length in ((first, 11), (added, 19), (generation.memory, 39), (sampler.encode(prompt_T), 19)):
+    for state, length in ((first, 11), (added, 19), (generation.state, 39), (sampler.encode(prompt_T), 19)):
         expected_V = logits_TV[length - 1]
         # float32 sums in another order.
-        np.testing.assert_allclose(memory.logits_BV[0], expected_V, rtol=0, atol=1e-5 * np.abs(expected_V).max())
-        assert memory.position == length
-        np.testing.assert_array_equal(np.flatnonzero(memory.seen_BV[0]), np.unique(text_T[:length]))
-
-
-# RMS(error) / RMS(reference). In bfloat16 every product is rounded to 8 bits, in one of the two more often.
-@pytest.mark.parametrize(("dtype", "tolerance"), [
-    ("float32", 1e-5), pytest.param("bfloat16", 2**-5, marks=pytest.mark.thorough)])
-def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
-    """In interpret mode: one sample's projections and its step of linear attention, with biases."""
-    taken = collections.Counter()
-
-    def serves(name: str, condition: Callable[..., bool]) -> Callable[..., bool]:
-        def asked(*arguments: Any) -> bool:
-            taken[name] += condition(*arguments)
-            return condition(*arguments)
-        return asked
-
-    monkeypatch.setattr(projection, "_alone_on_gpu", serves("projection", lambda x_BTE: x_BTE.shape[:2] == (1, 1)))
-    monkeypatch.setattr(self_attention, "has_kernel", serves("state", lambda x_BTE, *_: x_BTE.shape[1] == 1))
-    monkeypatch.setitem(IMPLEMENTATIONS, "reference", IMPLEMENTATIONS["decode"])
-    model = make_model("chunked", "longformer", "gated", "gated_delta", positions="learned", context=40, dtype=dtype,
-                       bias=0.5)
-    pieces = Sampler(model).generate(prompt_of(19), Sampling(temperature=9.0), max_new_tokens=20, resumable=True)
-    text_T = np.concatenate([prompt_of(19), *(piece_BT[0] for piece_BT in pieces)])
-    assert len(set(text_T[19:].tolist())) > 1
-    monkeypatch.undo()
-    # A layer's queries, keys and values at once, its output, and two of the MLP; the head after prompts and tokens.
-    assert taken["projection"] >= 4 * 4 + 1
-    assert taken["state"] == 3
-    expected_V = np.asarray(parallel_logits(model, text_T[None])[0, -1])
-    assert np.sqrt(np.mean((pieces.memory.logits_BV[0] - expected_V) ** 2) / np.mean(expected_V**2)) < tolerance
+        np.testing.assert_allclose(state.logits_BV[0], expected_V, rtol=0, atol=1e-5 * np.abs(expected_V).max())
+        assert state.position == length
+        np.testing.assert_array_equal(np.flatnonzero(state.seen_BV[0]), np.unique(text_T[:length]))
 
 
 def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
@@ -142,17 +110,17 @@ def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
     sampler, sampling = Sampler(model), Sampling(temperature=1.5, repetition_penalty=1.2)
     once = sampler.generate(prompt_of(9), sampling, max_new_tokens=23, resumable=True)
     expected_BT = np.concatenate(list(once), axis=1)
-    memory, pieces = sampler.encode(prompt_of(9)), []
+    state, pieces = sampler.encode(prompt_of(9)), []
     for count in (3, 0, 20):
-        before = memory
-        turn = sampler.generate(prompt_of(0), sampling, max_new_tokens=count, memory=before, resumable=True)
+        before = state
+        turn = sampler.generate(prompt_of(0), sampling, max_new_tokens=count, state=before, resumable=True)
         pieces += list(turn)
-        memory = turn.memory
+        state = turn.state
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), expected_BT)
-    for a, b in zip(jax.tree.leaves(memory), jax.tree.leaves(once.memory), strict=True):
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(once.state), strict=True):
         np.testing.assert_array_equal(a, b)
     # The given state stays valid, and all 32 positions are right.
-    again = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, memory=before, resumable=True)
+    again = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, state=before, resumable=True)
     text_BT = np.concatenate([prompt_of(9)[None], expected_BT[:, :3], *again], axis=1)
     np.testing.assert_array_equal(text_BT[:, 12:], likeliest_tokens(model, text_BT)[:, 11:-1])
 
@@ -164,8 +132,9 @@ def test_other_parameters_compile_nothing():
     first_BT = tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20)
     model = make_model(seed=1)
     sampler.update(model)
-    drawn_BT = tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20)
-    assert sampler._prefill._cache_size() == 1
+    with compilations() as compiled:
+        drawn_BT = tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20)
+    assert not compiled
     assert sampler.model is model
     sampler.update(before)
     assert (drawn_BT != first_BT).any()
@@ -201,7 +170,7 @@ def test_draws_follow_the_softmax_at_the_temperature():
     logits_V, n = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32)), 20_000
     keys_B = jax.random.split(jax.random.key(0), n)
     logits_BV = jnp.asarray(np.broadcast_to(logits_V, (n, 4)))
-    seen_BV, jitted = jnp.asarray(np.zeros((n, 4), bool)), jax.jit(draw)
+    seen_BV, jitted = jnp.asarray(np.zeros((n, 4), bool)), jax.jit(sample_token)
 
     def drawn(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> jax.Array:
         settings = Settings(*map(np.float32, (temperature, top_k, top_p, min_p, 1)))._replace(top_k=np.int32(top_k))
@@ -227,7 +196,7 @@ def test_draws_follow_the_softmax_at_the_temperature():
 def test_the_repetition_penalty_is_on_tokens_of_prompt_and_text():
     logits_BV = np.array([[3.0, 2.9, -1.0, -1.1]], np.float32)
     greedy = Settings(*map(np.float32, (0, 0, 1, 0, 1.5)))._replace(top_k=np.int32(0))
-    jitted = jax.jit(draw)
+    jitted = jax.jit(sample_token)
 
     def token(logits_BV: np.ndarray, *seen: int) -> int:
         seen_BV = np.isin(np.arange(4), seen)[None]
@@ -304,7 +273,7 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
 @pytest.mark.parametrize(("platform", "shape"), [("cpu", (16, 64)), ("gpu", (64, 16))])
 def test_weights_are_kept_as_the_products_read_them(platform, shape, monkeypatch):
     """In their dtype, and on a GPU transposed; the model itself is unchanged."""
-    monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: platform))
+    monkeypatch.setattr(weights, "device", types.SimpleNamespace(platform=lambda: platform))
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
     model = GPT(resolve_config(config), V, rngs=nnx.Rngs(0))
     formats = {leaf.dtype for leaf in Sampler(model)._leaves if leaf.shape == shape}
@@ -323,24 +292,14 @@ def test_other_lengths_and_settings_compile_nothing():
     sampler = Sampler(make_model(*EACH_STATE, context=64))
     sampler.warm_up(5, 3)
     assert sampler.max_length is None  # rotary: the last prompt and its continuation exceed the context
-    compiled: list[str] = []
-
-    def count_compilations(event: str, seconds: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
     cases = ((3, 2, GREEDY), (1, 1, GREEDY), (40, 20, Sampling(1.0, top_k=3)), (600, 7, Sampling(1.0, top_p=0.5)),
              (1, 40, Sampling(1.0, min_p=0.1, repetition_penalty=1.1)))
-    jax.monitoring.register_event_duration_secs_listener(count_compilations)
-    try:
+    with compilations() as compiled:
         for length, count, sampling in cases:
             assert tokens_of(sampler, prompt_of(length), sampling, max_new_tokens=count).shape == (1, count)
             if length == 3:
                 compiled.clear()  # the first time has small things to compile, such as the random keys
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count_compilations)
     assert not compiled
-    assert sampler._prefill._cache_size() == sampler._decode._cache_size() == 1
 
 
 @pytest.mark.thorough
@@ -352,7 +311,7 @@ def test_learned_positions_bound_the_tokens():
     with pytest.raises(ConfigError, match="prompt has 25 tokens; expected at most 24, the model's number of positions"):
         sampler.generate(prompt_of(25), GREEDY, max_new_tokens=1)
     with pytest.raises(ConfigError, match="prompt has 5 tokens after 20 others; expected at most"):
-        sampler.generate(prompt_of(5), GREEDY, max_new_tokens=1, memory=sampler.encode(prompt_of(20)))
+        sampler.generate(prompt_of(5), GREEDY, max_new_tokens=1, state=sampler.encode(prompt_of(20)))
 
 
 def test_a_mode_without_decode_is_refused_by_name(monkeypatch):

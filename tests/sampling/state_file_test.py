@@ -16,7 +16,7 @@ from configs.schema import ModelConfig
 from models import attention as attentions
 from models.gpt import GPT, resolve_config
 from sampling import state_file
-from sampling.sampler import Memory, Sampler
+from sampling.sampler import DecodeState, Sampler
 from support.errors import JsonError, StateError
 
 ALL = tuple(attentions.sampling_modes())
@@ -42,7 +42,7 @@ def sampler() -> Sampler:
 
 
 @functools.cache
-def read(length: int) -> Memory:
+def read(length: int) -> DecodeState:
     return sampler().encode(np.random.default_rng(0).integers(300, size=length))
 
 
@@ -77,11 +77,11 @@ def test_saved_and_loaded_is_the_same_to_the_last_bit(length, modes, dtype, tmp_
     """Growing caches have room for 1,024 tokens again."""
     common = (modes, dtype) == (MODES, "float32")
     drawn = sampler() if common else Sampler(make_model(layers=len(modes), attention=modes, dtype=dtype))
-    memory = drawn.encode(np.random.default_rng(0).integers(300, size=length))
-    state_file.save(tmp_path / "s", memory, drawn.model, origin="runs/first step 3")
+    state = drawn.encode(np.random.default_rng(0).integers(300, size=length))
+    state_file.save(tmp_path / "s", state, drawn.model, origin="runs/first step 3")
     loaded = state_file.load(tmp_path / "s", drawn.model)
     assert loaded.position == length
-    for a, b in zip(*(jax.tree.leaves(drawn.encode(np.zeros(0, np.int32), memory)) for memory in (loaded, memory)),
+    for a, b in zip(*(jax.tree.leaves(drawn.encode(np.zeros(0, np.int32), found)) for found in (loaded, state)),
                     strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)

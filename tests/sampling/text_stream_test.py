@@ -30,7 +30,7 @@ def test_characters_are_whole_and_broken_ones_replaced():
     assert stream.feed([ord("c")]) == ""
     assert stream.close() == "\N{REPLACEMENT CHARACTER}"
     assert (stream.tokens, stream.ended, stream.stopped) == (6, True, False)
-    assert stream.kept == [*euro, 0xFF, ord("a"), euro[0]]
+    assert stream.whole == [*euro, 0xFF, ord("a"), euro[0]]
 
 
 @pytest.mark.parametrize("lengths", list(itertools.product([1, 2, 3, 9], repeat=2)))
@@ -47,8 +47,8 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_tokens(lengths):
     assert stream.stopped
     assert stream.ended
     # The tokens of the text, and the rest of the token in which the stop string begins.
-    assert b"".join(words[token] for token in stream.kept) + stream.rest == "one, two€ ".encode()
-    assert len(b"".join(words[:len(stream.kept) + 1])) > len("one, two€ ".encode())
+    assert b"".join(words[token] for token in stream.whole) + stream.rest == "one, two€ ".encode()
+    assert len(b"".join(words[:len(stream.whole) + 1])) > len("one, two€ ".encode())
 
 
 def test_what_only_looks_like_a_stop_string_comes_out():
