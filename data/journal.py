@@ -83,7 +83,7 @@ class Writer(Protocol):
 class UnfinishedFolder:
     """The unfinished folder of token files, and its journal. Use it in a ``with`` statement, under the lock.
 
-    On an exception the folder is kept for the next attempt, with the last :attr:`state` in its journal, or deleted if
+    On an exception the folder stays for the next attempt, with the last :attr:`state` in its journal, or deleted if
     there is no state yet.
 
     Args:

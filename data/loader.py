@@ -39,7 +39,7 @@ from support.command import note
 from support.errors import ConfigError, DataError
 
 _FEW_WINDOWS = 16
-"""Number of windows below which a split is told to be small."""
+"""Number of windows below which a split is reported to be small."""
 
 
 class Batch(NamedTuple):
@@ -103,8 +103,7 @@ class PackedWindows:
         starts_N = np.concatenate([[0], ends_N[:-1] + 1])
         lengths_N = ends_N - starts_N
         self._packing = pack_documents(starts_N, lengths_N + (scored_N & (lengths_N % context > 0)), context)
-        tokens = int(self._packing.lengths_P.sum())
-        self.padding = 1 - tokens / (len(self) * context) if len(self) else 0.0
+        self.padding = 1 - int(self._packing.lengths_P.sum()) / (len(self) * context) if len(self) else 0.0
 
     def __len__(self) -> int:
         return len(self._packing.bounds_W) - 1
@@ -200,9 +199,9 @@ class Corpora:
 
     files: tuple[TokenFiles, ...]
     names: tuple[str, ...]
-    """Names of the corpora in ``metrics.jsonl``."""
-    shares: tuple[float, ...]
-    """Fraction of training windows from each corpus."""
+    """In ``metrics.jsonl``."""
+    fractions: tuple[float, ...]
+    """Of training windows, from each corpus."""
 
     @classmethod
     def of(cls, files: TokenFiles) -> Self:
@@ -226,10 +225,11 @@ class Corpora:
 
     @property
     def checksum(self) -> str:
-        """Checksum of a single corpus, or of all corpora and their shares."""
+        """Checksum of a single corpus, or of all corpora and their fractions."""
         if len(self.files) == 1:
             return self.files[0].checksum
-        lines = [f"{share!r} {files.checksum}\n" for share, files in zip(self.shares, self.files, strict=True)]
+        lines = [f"{fraction!r} {files.checksum}\n"
+                 for fraction, files in zip(self.fractions, self.files, strict=True)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def verify(self, splits: Iterable[str] | None = None) -> None:
@@ -250,8 +250,8 @@ class Corpora:
         return sum(files.tokens(split) for files in self.files)
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean of one value per corpus, weighted by the shares."""
-        return sum(share * value for share, value in zip(self.shares, values, strict=True))
+        """The mean of one value per corpus, weighted by the fractions."""
+        return sum(fraction * value for fraction, value in zip(self.fractions, values, strict=True))
 
     def bits(self, loss: float, units: Sequence[float | None]) -> dict[str, float]:
         """A loss in nats per token as ``bits_per_byte`` or, for images, ``bits_per_dimension``.
@@ -332,16 +332,15 @@ def open_corpora(data: DataConfig) -> Corpora:
     """
     if not data.mixture:
         return Corpora.of(TokenFiles.open(ensure(data)))
-    sources, weights = [source for source, _ in data.mixture], [weight for _, weight in data.mixture]
+    sources, weights = zip(*data.mixture, strict=True)
     for source, weight in data.mixture:
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"data.mixture: the weight of {source} is {weight}; expected a number above 0")
-    opened = []
+    opened: list[TokenFiles] = []
     for source in sources:
         place = {"dir": source} if has_token_files(Path(source).expanduser()) else {"source": source, "dir": None}
-        one = replace(data, mixture=(), **place)
         try:
-            opened.append(TokenFiles.open(ensure(one)))
+            opened.append(TokenFiles.open(ensure(replace(data, mixture=(), **place))))
         except ConfigError as error:
             raise ConfigError(f"data.mixture: {source}: {error}") from error
     for name in ("vocabulary_size", "separator", "image"):
@@ -369,7 +368,8 @@ class Batches(Iterator[Batch]):
 
     def __init__(self, iterator: Any):
         held = self._held = [iterator]
-        # Also runs at exit, where a running thread would abort the process, and Grain's clean-up runs too late.
+        # Also runs at exit, where a running thread would abort the process, and Grain's clean-up runs too late: so
+        # nothing may hold the iterator once it is closed.
         self._close = weakref.finalize(self, lambda: held.pop().close())
 
     def __next__(self) -> Batch:
@@ -394,7 +394,7 @@ def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_si
 
     Args:
         corpora: the corpora. With several, the corpus of row i of training depends only on i; in any number of rows,
-            each corpus has its share up to the number of corpora.
+            each corpus has its fraction, up to the number of corpora.
         split: train, val or test.
         context: tokens T per window.
         batch_size: windows B per batch, over all processes.
@@ -424,42 +424,40 @@ def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_si
         own = sorted({row for index in indices if index for row in range(*index[0].indices(batch_size))})
 
     def read(n: int) -> Batch:
-        turns = (_turn(corpora.shares, n * batch_size + row) for row in own)
-        return _stack([orders[number][index] for number, index in turns])
-
-    def to_device(batch_RT: Batch) -> Batch:
-        return jax.tree.map(put, batch_RT)
+        places = (_place(corpora.fractions, n * batch_size + row) for row in own)
+        return _stack([orders[number][index] for number, index in places])
 
     def put(tokens_RT: np.ndarray) -> jax.Array:
         if sharding is None:
             return jax.device_put(tokens_RT)
-        place = {row: position for position, row in enumerate(own)}
+        position = {row: position for position, row in enumerate(own)}
 
         def shard(index: Any) -> np.ndarray:
-            return tokens_RT[[place[row] for row in range(*index[0].indices(batch_size))], index[1]]
+            return tokens_RT[[position[row] for row in range(*index[0].indices(batch_size))], index[1]]
 
         return jax.make_array_from_callback((batch_size, context), sharding, shard)
 
     numbers = grain.MapDataset.range(start, sys.maxsize).map(read)
     # One thread reads and transfers: more would take cores from training on a CPU.
-    dataset = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).map(to_device)
+    dataset = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).map(
+        lambda batch_RT: jax.tree.map(put, batch_RT))
     dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
     return Batches(iter(dataset))
 
 
-def _turn(shares: Sequence[float], row: int) -> tuple[int, int]:
+def _place(fractions: Sequence[float], row: int) -> tuple[int, int]:
     """The corpus of row ``row`` of training, and the number of its earlier rows."""
     rest = 1.0
-    for number, share in enumerate(shares[:-1]):
-        # Integers are exact at any row: corpus 0 has ⌊row × share⌋ of the first rows, and so on with the remaining rows
-        # and corpora.
-        part = round(share / rest * 2**32)
-        given = row * part >> 32
-        if (row + 1) * part >> 32 > given:
-            return number, given
-        row -= given
-        rest -= share
-    return len(shares) - 1, row
+    for number, fraction in enumerate(fractions[:-1]):
+        # Integers are exact at any row: corpus 0 has ⌊row × fraction⌋ of the first rows, and so on with the remaining
+        # rows and corpora.
+        part = round(fraction / rest * 2**32)
+        earlier = row * part >> 32
+        if (row + 1) * part >> 32 > earlier:
+            return number, earlier
+        row -= earlier
+        rest -= fraction
+    return len(fractions) - 1, row
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:

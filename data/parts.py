@@ -120,7 +120,7 @@ class PartWriter:
         if found < size:
             raise DataError(f"{path}: expected {size} bytes, found {found}; delete the damaged folder {folder} and "
                             "start over")
-        self._file = HashedFile(path, keep=size if state else None)
+        self._file = HashedFile(path, resume_at=size if state else None)
 
     @staticmethod
     def files(state: dict[str, Any]) -> set[str]:
@@ -183,7 +183,7 @@ class Part(NamedTuple):
         """Reads ``part.json``.
 
         Raises:
-            DataError: it is damaged, or the blocks are not as long as it says.
+            DataError: it is damaged, or the blocks have another length.
         """
         remedy = f"delete {folder} and make the part again"
         meta = json_files.read(folder / "part.json", _Meta, remedy=remedy)

@@ -17,12 +17,14 @@ if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from configs.schema import DataConfig
 from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers, verification
 from data.parts import Part, PartName
 from data.sources import images, open_source
-from data.sources.source import Block, Selection, Source
+from data.sources.source import EVERYTHING, Block, Selection, Source
 from support.command import note, run_command, status
 from support.errors import ConfigError
 from support.files import cache_folder
@@ -42,24 +44,21 @@ from support.progress import progress_bar
 
 _VERSION = 3  # part of the cache folder's name: increase it when the tokens of a source change
 _PLACES = 3  # increase it when the places in a source change
-_SELECTION = ("split", "column", "encoding", "val_documents", "val_share")
-_SMALL_SPLIT = 0.01
-"""Fraction of the tokens below which a split of few documents is told to be small."""
-_FEW_DOCUMENTS = 100
+_SMALL_SPLIT, _FEW_DOCUMENTS = 0.01, 100
+"""A split with a smaller fraction of the tokens and fewer documents is reported to be small."""
 
 
-def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None = None, column: str | None = None,
-            encoding: str | None = None, val_documents: int | None = None, val_share: float | None = None,
+def prepare(source: str, tokenizer: str, directory: Path, selection: Selection = EVERYTHING, *,
             workers: int | None = None, progress: bool = True) -> dict[str, Any]:
     """Writes the token files of ``source`` to ``directory`` and returns the contents of its ``meta.json``.
 
     The folder is written under a temporary name and renamed when complete. An interrupted preparation resumes.
 
     Args:
-        source, split, column, encoding, val_documents, val_share: as in :func:`data.sources.open_source`; of images,
-            only ``source``, as in :mod:`data.sources.images`.
+        source: as in :func:`data.sources.open_source`; of images, as in :mod:`data.sources.images`.
         tokenizer: as in :func:`data.tokenizers.load`, or pixels for images.
         directory: output folder.
+        selection: which part of the source, and what is held out; of images, everything.
         workers: number of tokenizing processes; default: one per core. The files do not depend on it.
         progress: whether to show a progress bar.
 
@@ -69,23 +68,20 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
     """
     directory = Path(directory).absolute()
     if tokenizer == tokenizers.PIXELS:
-        for name, value in (("split", split), ("column", column), ("encoding", encoding),
-                            ("val_documents", val_documents), ("val_share", val_share)):
+        for name, value in vars(selection).items():
             if value is not None:
                 raise ConfigError(f"{name} is {value}, but {source} is images, whose splits are fixed; leave it out")
         token_files.check_free(directory)
         with journal.lock(directory):
             return images.write_images(source, directory)
-    opened = _open(source, directory, workers, split=split, column=column, encoding=encoding,
-                   val_documents=val_documents, val_share=val_share)
-    loaded = tokenizers.load(tokenizer)
+    opened = _open(source, directory, selection, workers)
+    encoding = tokenizers.load(tokenizer)
     with journal.lock(directory):
-        return _write(opened, loaded, directory, progress, workers)
+        return _write(opened, encoding, directory, progress, workers)
 
 
-def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *, split: str | None = None,
-                 column: str | None = None, encoding: str | None = None, val_documents: int | None = None,
-                 val_share: float | None = None, workers: int | None = None, progress: bool = True) -> Part:
+def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, selection: Selection = EVERYTHING, *,
+                 workers: int | None = None, progress: bool = True) -> Part:
     """Tokenizes a part of ``source`` for :func:`join_parts`, in the folder of the part.
 
     Parts are of about equal size. A file of compressed rows, of CSV or of a JSON array, a row group of Parquet, and a
@@ -93,28 +89,26 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
 
     Args:
         name: which part.
-        source, tokenizer, directory, split, column, encoding, val_documents, val_share, workers, progress: as in
-            :func:`prepare`, and the same for all parts.
+        source, tokenizer, directory, selection, workers, progress: as in :func:`prepare`, and the same for all parts.
 
     Raises:
-        ConfigError: as in :func:`prepare`, the source is images, or the folder holds a part made with other settings.
+        ConfigError: as in :func:`prepare`, the source is images, or the folder has a part made with other settings.
         DataError: as in :func:`prepare`, or the part is damaged.
     """
     if tokenizer == tokenizers.PIXELS:
         raise ConfigError(f"part is {name}, but data.tokenizer pixels is for images, which are prepared in one piece")
     directory = Path(directory).absolute()
-    loaded = tokenizers.load(tokenizer)
-    opened = _open(source, directory, workers, split=split, column=column, encoding=encoding,
-                   val_documents=val_documents, val_share=val_share)
+    encoding = tokenizers.load(tokenizer)
+    opened = _open(source, directory, selection, workers)
     folder = name.folder(directory)
-    request = _request(opened, tokenizers.vocabulary(loaded))
+    request = _request(opened, tokenizers.vocabulary(encoding))
     with journal.lock(folder):
         if (folder / "part.json").is_file():
             part = Part.read(folder)
             part.check_request(request)
             status(f"the part {name} is complete already")
             return part
-        return _write_part(name, opened, loaded, folder, request, progress, workers)
+        return _write_part(name, opened, encoding, folder, request, progress, workers)
 
 
 def join_parts(directory: Path, *, progress: bool = True) -> dict[str, Any]:
@@ -129,27 +123,27 @@ def join_parts(directory: Path, *, progress: bool = True) -> dict[str, Any]:
     """
     directory = Path(directory).absolute()
     with journal.lock(directory):
-        there = token_files.has_token_files(directory)
-        if there and not parts.parts_folder(directory).is_dir():
+        exists = token_files.has_token_files(directory)
+        if exists and not parts.parts_folder(directory).is_dir():
             status(f"{directory} has token files already, and there are no parts to join")
             return token_files.read_meta(directory)
         found = parts.find_parts(directory)
-        origin, vocabulary = found[0].meta["origin"], found[0].vocabulary
-        if there:
-            meta = token_files.read_meta(directory)
-            if any(meta.get(name) != value for name, value in {**origin, "tokenizer": vocabulary.tokenizer}.items()):
-                raise ConfigError(f"{directory} has token files of {meta.get('source')} and {meta['tokenizer']} "
-                                  f"already; its parts are of {origin['source']} and {vocabulary.tokenizer}")
-            status(f"{directory} is joined already")
-            return meta
-        return _join(found, directory, progress)
+        if not exists:
+            return _join(found, directory, progress)
+        origin, tokenizer = found[0].meta["origin"], found[0].vocabulary.tokenizer
+        meta = token_files.read_meta(directory)
+        if any(meta.get(name) != value for name, value in {**origin, "tokenizer": tokenizer}.items()):
+            raise ConfigError(f"{directory} has token files of {meta.get('source')} and {meta['tokenizer']} already; "
+                              f"its parts are of {origin['source']} and {tokenizer}")
+        status(f"{directory} is joined already")
+        return meta
 
 
-def _open(source: str, directory: Path, workers: int | None, **options: Any) -> Source:
+def _open(source: str, directory: Path, selection: Selection, workers: int | None) -> Source:
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}; expected a number above 0")
     token_files.check_free(directory)
-    opened = open_source(source, **options)
+    opened = open_source(source, selection)
     if opened.folder is not None and directory.is_relative_to(opened.folder.absolute()):
         raise ConfigError(f"out {directory} is inside the source {source}; choose a folder outside of it")
     return opened
@@ -168,25 +162,27 @@ def ensure(data: DataConfig) -> Path:
     tokenizers.check_name(data.tokenizer)
     if data.dir is not None:
         return _find(data, Path(data.dir).expanduser())
-    cache = cache_folder("data")
+    make: Callable[[Path], object]
     if (task := synthetic_tasks.parse(data.source)) is not None:
         if data.tokenizer != "bytes":
             raise ConfigError(f"data.tokenizer is {data.tokenizer}; expected bytes for {data.source}")
-        directory = cache / task.folder_name
-        _make_once(directory, lambda: task.write(directory))
-        return directory
-    if data.tokenizer == tokenizers.PIXELS:
-        directory = cache / _folder_name(data.source, images.source_state(data.source), data.tokenizer)
-        _make_once(directory, lambda: images.write_images(data.source, directory))
-        return directory
-    source = open_source(data.source)
-    directory = cache / _folder_name(source.name, source.state, data.tokenizer, source.version)
-    _make_once(directory, lambda: _write(source, tokenizers.load(data.tokenizer), directory, progress=True))
+        name, make = task.folder_name, task.write
+    elif data.tokenizer == tokenizers.PIXELS:
+        name = _folder_name(data.source, images.source_state(data.source), data.tokenizer)
+        make = functools.partial(images.write_images, data.source)
+    else:
+        source = open_source(data.source)
+        name = _folder_name(source.name, source.state, data.tokenizer, source.version)
+        make = lambda folder: _write(source, tokenizers.load(data.tokenizer), folder, progress=True)  # noqa: E731
+    directory = cache_folder("data") / name
+    if not token_files.has_token_files(directory):
+        with journal.lock(directory):
+            if not token_files.has_token_files(directory):  # another process has not made it meanwhile
+                make(directory)
     return directory
 
 
 def _folder_name(source: str, state: str, tokenizer: str, version: str | None = None) -> str:
-    """The name of the cache folder of a source."""
     key = hashlib.sha256(f"{_VERSION} {source} {state}".encode(errors="surrogateescape")).hexdigest()[:12]
     label = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(source).name} {version or ''}").strip("-.")
     return f"{label}-{tokenizer}-{key}"
@@ -198,19 +194,11 @@ def _find(data: DataConfig, directory: Path) -> Path:
         raise ConfigError(f"data.dir: no token files in {data.dir} (no meta.json); create them with: "
                           f"python -m data.prepare {data.source} --tokenizer {data.tokenizer} --out {data.dir}")
     meta = token_files.read_meta(directory)
-    found = meta["tokenizer"]
-    if found != data.tokenizer:
+    if (found := meta["tokenizer"]) != data.tokenizer:
         raise ConfigError(f"data.tokenizer is {data.tokenizer}, but {data.dir} has tokens of {found}; set "
                           f"data.tokenizer {found} or another data.dir")
     token_files.check_fingerprint(directory, meta, tokenizers.FINGERPRINTS.get(found))
     return directory
-
-
-def _make_once(directory: Path, make: Callable[[], object]) -> None:
-    if not token_files.has_token_files(directory):
-        with journal.lock(directory):
-            if not token_files.has_token_files(directory):
-                make()
 
 
 def verify_files(directory: Path) -> dict[str, Any]:
@@ -236,37 +224,39 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
         state = _resume(unfinished)
         source = _pinned(source, state)
         writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
-        pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
-        with pool, _progress_bar(source.name, progress) as show:
-            for encoded, block in pool.encode((block.texts, block) for block in source.blocks(state["start"])):
-                with unfinished.write_errors():
-                    state = unfinished.state = _add(writer, source.selection, block, encoded, state, source.version)
-                    unfinished.commit_when_due(int(encoded.bytes_P.sum()))
-                show(len(encoded.ids), block.share)
+
+        def add(encoded: tokenizers.Encoded, block: Block, state: dict[str, Any]) -> dict[str, Any]:
+            return _add(writer, source.selection, block, encoded, state, source.version)
+
+        with tokenizers.Workers(encoding, _processes(encoding, source, workers)) as pool:
+            blocks = pool.encode((block.texts, block) for block in source.blocks(state["start"]))
+            state = _add_all(unfinished, state, blocks, add, source.name, progress)
         return _finish(unfinished, writer, _origin(source), state)
 
 
 def _write_part(name: PartName, source: Source, encoding: Any, folder: Path, request: dict[str, Any], progress: bool,
                 workers: int | None) -> Part:
     """Writes a part. The caller holds the lock of ``folder``."""
-    vocabulary = tokenizers.vocabulary(encoding)
     begin, end = (Fraction(number, name.parts) for number in (name.number - 1, name.number))
     with journal.UnfinishedFolder(folder, request) as unfinished:
         state = _resume(unfinished)
         source = _pinned(source, state)
-        start = state["start"] or (source.cut(begin) if begin else None)
-        stop = source.cut(end) if end < 1 else None
-        writer = unfinished.open_writer(parts.PartWriter, vocabulary)
-        pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
-        with pool, _progress_bar(f"{Path(source.name).name} {name.number} of {name.parts}", progress) as show:
-            for encoded, block in pool.encode((block.texts, block) for block in source.blocks(start, stop)):
-                with unfinished.write_errors():
-                    writer.write(encoded, block)
-                    state = unfinished.state = {**state, "start": block.following, "revision": source.version,
-                                                "splits": writer.state()}
-                    unfinished.commit_when_due(int(encoded.bytes_P.sum()))
-                show(len(encoded.ids), None if block.share is None else
-                     min(max(float((Fraction(block.share) - begin) * name.parts), 0.0), 1.0))
+        writer = unfinished.open_writer(parts.PartWriter, tokenizers.vocabulary(encoding))
+
+        def add(encoded: tokenizers.Encoded, block: Block, state: dict[str, Any]) -> dict[str, Any]:
+            writer.write(encoded, block)
+            return {**state, "start": block.following, "revision": source.version, "splits": writer.state()}
+
+        def blocks() -> Iterator[tuple[Any, Block]]:
+            start = state["start"] or (source.cut(begin) if begin else None)
+            for block in source.blocks(start, source.cut(end) if end < 1 else None):
+                done = block.fraction_done  # of the source; of the part for the progress bar
+                yield block.texts, block if done is None else block._replace(
+                    fraction_done=min(max(float((Fraction(done) - begin) * name.parts), 0.0), 1.0))
+
+        with tokenizers.Workers(encoding, _processes(encoding, source, workers)) as pool:
+            _add_all(unfinished, state, pool.encode(blocks()), add,
+                     f"{Path(source.name).name} {name.number} of {name.parts}", progress)
         with unfinished.write_errors():
             writer.finish(name, request, _origin(source))
             unfinished.finish()
@@ -277,45 +267,54 @@ def _join(found: Sequence[Part], directory: Path, progress: bool) -> dict[str, A
     """Writes the token files of parts. The caller holds the lock of ``directory``."""
     token_files.check_free(directory)
     origin = found[0].meta["origin"]
-    selection = Selection(**{name: origin.get(name) for name in _SELECTION})
+    selection = Selection(*(origin.get(field.name) for field in fields(Selection)))
     checksums = hashlib.sha256("".join(part.meta["sha256"] for part in found).encode()).hexdigest()
     with journal.UnfinishedFolder(directory, {"checksum_of_the_parts": checksums}) as unfinished:
         state = _resume(unfinished)
         writer = unfinished.open_writer(token_files.TokenFilesWriter, found[0].vocabulary)
-        with _progress_bar(directory.name, progress) as show:
-            try:
-                for encoded, block in parts.read_blocks(found, state["start"]):
-                    with unfinished.write_errors():
-                        state = unfinished.state = _add(writer, selection, block, encoded, state, None)
-                        unfinished.commit_when_due(int(encoded.bytes_P.sum()))
-                    show(len(encoded.ids), block.share)
-            except parts.DamagedPartError:
-                unfinished.state = None  # its tokens have been written
-                raise
+        try:
+            state = _add_all(
+                unfinished, state, parts.read_blocks(found, state["start"]),
+                lambda encoded, block, state: _add(writer, selection, block, encoded, state, None),
+                directory.name, progress)
+        except parts.DamagedPartError:
+            unfinished.state = None  # its tokens have been written
+            raise
         return _finish(unfinished, writer, origin, state)
+
+
+def _add_all(unfinished: journal.UnfinishedFolder, state: dict[str, Any],
+             blocks: Iterable[tuple[tokenizers.Encoded, Block]],
+             add: Callable[[tokenizers.Encoded, Block, dict[str, Any]], dict[str, Any]], title: str, progress: bool,
+             ) -> dict[str, Any]:
+    """Writes blocks by ``add``, which returns the state after each; returns the last state."""
+    with _progress_bar(title, progress) as update:
+        for encoded, block in blocks:
+            with unfinished.write_errors():
+                state = unfinished.state = add(encoded, block, state)
+                unfinished.commit_when_due(int(encoded.bytes_P.sum()))
+            update(len(encoded.ids), block.fraction_done)
+    return state
 
 
 def _request(source: Source, vocabulary: token_files.Vocabulary) -> dict[str, Any]:
     """The settings of a preparation, which must be the same to resume it, and of all parts."""
     return {"version of lineargpt": [_VERSION, _PLACES, texts.CHUNK_BYTES], "tokenizer": vocabulary.tokenizer,
-            "source": source.name,
-            **{name: getattr(source.selection, name) for name in _SELECTION}, "state": source.state,
+            "source": source.name, **vars(source.selection), "state": source.state,
             "tokenizer_fingerprint": vocabulary.fingerprint, "shard_tokens": token_files.SHARD_TOKENS}
 
 
 def _origin(source: Source) -> dict[str, Any]:
     return {"source": source.name, "source_version": source.version, "licence": source.licence,
-            **{name: getattr(source.selection, name) for name in _SELECTION}}
+            **vars(source.selection)}
 
 
 def _resume(unfinished: journal.UnfinishedFolder) -> dict[str, Any]:
     """The state of an unfinished folder, or the first."""
-    state = unfinished.state
-    if state is None:
+    if (state := unfinished.state) is None:
         return {"start": None, "revision": None, "checksum": "", "replaced": 0,
                 "skipped": dict.fromkeys(texts.SKIPPED, 0), "splits": {}}
-    tokens = sum(entry["tokens"] for entry in state["splits"].values())
-    documents = sum(entry["documents"] for entry in state["splits"].values())
+    documents, tokens = (sum(entry[name] for entry in state["splits"].values()) for name in ("documents", "tokens"))
     status(f"resuming after {documents:,} documents, {tokens:,} tokens ({unfinished.path})")
     return state
 
@@ -358,7 +357,10 @@ def _finish(unfinished: journal.UnfinishedFolder, writer: token_files.TokenFiles
     with unfinished.write_errors():
         meta = writer.finish(origin, checksum=state["checksum"], skipped=state["skipped"], replaced=state["replaced"])
         unfinished.finish()
-    _report_rows(meta)
+    if line := _skipped_rows(meta["skipped"], "skipped documents: {}"):
+        status(line)
+    if meta["replaced"]:
+        status(f"{meta['replaced']:,} invalid UTF-8 sequences were read as U+FFFD")
     total = sum(entry["tokens"] for entry in meta["splits"].values())
     for split, entry in meta["splits"].items():
         if entry["tokens"] < _SMALL_SPLIT * total and entry["documents"] < _FEW_DOCUMENTS:
@@ -370,27 +372,20 @@ def _finish(unfinished: journal.UnfinishedFolder, writer: token_files.TokenFiles
 def _nothing_left(origin: dict[str, Any], split: str, in_val: int, skipped: dict[str, int], partial: Path,
                   ) -> ConfigError:
     """The error for a split without documents."""
-    kept = f"; delete the tokenized part, {partial}, to start over"
+    remedy = f"; delete the tokenized part, {partial}, to start over"
     wanted = origin["val_documents"]
     if split == "train" and wanted is not None:
         return ConfigError(f"val_documents is {wanted}; expected less than the {in_val:,} documents with text of "
-                           f"{origin['source']}{kept}")
+                           f"{origin['source']}{remedy}")
     return ConfigError(f"data.source: {origin['source']} has too little text for the {split} split"
-                       + _skipped_rows(skipped, " (of its rows {})") + kept)
+                       + _skipped_rows(skipped, " (of its rows {})") + remedy)
 
 
 def _skipped_rows(skipped: dict[str, int], template: str) -> str:
     """Number of skipped rows by reason; empty if there are none."""
     reasons = {"empty": "were empty", "not_text": "held no text", "no_column": "lacked the column"}
-    parts = [f"{count:,} {reasons[why]}" for why, count in skipped.items() if count]
-    return template.format(", ".join(parts)) if parts else ""
-
-
-def _report_rows(meta: dict[str, Any]) -> None:
-    if line := _skipped_rows(meta["skipped"], "skipped documents: {}"):
-        status(line)
-    if meta["replaced"]:
-        status(f"{meta['replaced']:,} invalid UTF-8 sequences were read as U+FFFD")
+    counts = [f"{count:,} {reasons[why]}" for why, count in skipped.items() if count]
+    return template.format(", ".join(counts)) if counts else ""
 
 
 def _processes(encoding: Any, source: Source, workers: int | None) -> int:
@@ -408,11 +403,11 @@ def _progress_bar(name: str, show: bool) -> Iterator[Callable[[int, float | None
     written, begun = 0, time.monotonic()
     with progress_bar(Path(name).name, show=show) as update:
 
-        def advance(tokens: int, share: float | None) -> None:
+        def advance(tokens: int, fraction_done: float | None) -> None:
             nonlocal written
             written += tokens
             rate = written / max(time.monotonic() - begun, 1e-3)
-            update(share, f"{written / 1e6:,.1f}M tokens, {rate / 1e6:,.2f}M/s")
+            update(fraction_done, f"{written / 1e6:,.1f}M tokens, {rate / 1e6:,.2f}M/s")
 
         yield advance
 
@@ -461,14 +456,13 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         if part is not None and source is not None:
             raise ConfigError(f"--part {part} requires --out DIR, the folder of all token files")
         raise ConfigError("expected a source and --out DIR; see python -m data.prepare --help")
-    options: dict[str, Any] = {"split": split, "column": column, "encoding": encoding,
-                               "val_documents": val_documents, "val_share": val_share, "workers": workers}
+    selection = Selection(split, column, encoding, val_documents, val_share)
     if part is not None:
-        made = prepare_part(PartName.parse(part), source, tokenizer, out, **options)
+        made = prepare_part(PartName.parse(part), source, tokenizer, out, selection, workers=workers)
         print(f"part {made.name}: {made.meta['tokens']:,} tokens, {made.meta['bytes']:,} bytes, "
               f"{made.meta['documents']:,} documents in {made.folder}")
         return
-    _report(prepare(source, tokenizer, out, **options))
+    _report(prepare(source, tokenizer, out, selection, workers=workers))
 
 
 def _report(meta: dict[str, Any]) -> None:

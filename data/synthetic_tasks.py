@@ -174,7 +174,7 @@ class Copy(Task):
 class Mqar(Task):
     """Multi-query associative recall: pairs of key and value, then queries, keys at which the value is to be predicted.
 
-    With ``answers=hidden``, a filler follows a query in the input, as in Zoology: only the pair tells the value. With
+    With ``answers=hidden``, a filler follows a query in the input, as in Zoology: only the pair gives the value. With
     ``answers=shown`` the value follows, so that a key that is asked again is answered by its nearer query: 68 % of the
     queries of ``mqar:length=64,pairs=8`` are. In both forms, documents are otherwise the same.
 

@@ -113,7 +113,7 @@ class Column:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parses a JSON value. Undecodable bytes are kept as lone surrogates; NaN and Infinity are read too.
+    """Parses a JSON value. Undecodable bytes become lone surrogates; NaN and Infinity are read too.
 
     Raises:
         ValueError: it is not one value, or nested too deeply.

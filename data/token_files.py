@@ -169,7 +169,7 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
     for name, entry in meta["splits"].items():
         shards = [_File(directory / shard["file"], shard["tokens"], dtype, shard["sha256"])
                   for shard in entry["shards"]]
-        weights, targets = ([_File(_file_of(directory / shard["file"], checksum), shard["tokens"], kind,
+        weights, targets = ([_File(_shard_file(directory / shard["file"], checksum), shard["tokens"], kind,
                                    shard.get(checksum, "")) for shard in entry["shards"] if meta.get(there)]
                             for there, checksum, kind in (("weights", "weights_sha256", _WEIGHT_DTYPE),
                                                           ("targets", "targets_sha256", dtype)))
@@ -362,7 +362,7 @@ def verify(directory: Path, chosen: Collection[str] | None = None) -> dict[str, 
             if digest.hexdigest() != file.sha256:
                 wrong.append(f"{file.path} does not match its checksum")
         if not wrong and largest != (expected := meta["splits"][name]["largest_id"]):
-            wrong.append(f"{directory}: the largest id of {name} is {largest}; meta.json says {expected}")
+            wrong.append(f"{directory}: the largest id of {name} is {largest}; meta.json has {expected}")
     if wrong:
         raise DataError(f"{'; '.join(wrong)}; {_REMEDY}")
     return meta
@@ -429,7 +429,7 @@ class TokenFilesWriter:
     @staticmethod
     def files(state: dict[str, Any]) -> set[str]:
         """Names of the files in a state."""
-        return {_file_of(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
+        return {_shard_file(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
                 for checksum in _SUFFIXES if checksum in shard}
 
     def write(self, split: str, ids_T: Integer[np.ndarray, " T"], weights_T: Integer[np.ndarray, " T"] | None = None,
@@ -520,14 +520,14 @@ class _SplitWriter:
         self._shards: list[dict[str, Any]] = self.entry["shards"]
         for shard in self._shards:
             for checksum in self._dtypes.keys() & shard.keys():
-                path = _file_of(folder / shard["file"], checksum)
+                path = _shard_file(folder / shard["file"], checksum)
                 size = shard["tokens"] * self._dtypes[checksum].itemsize
                 found = path.stat().st_size if path.is_file() else 0
                 if found < size or (found > size and shard[checksum]):
                     raise DataError(f"{path}: expected {size} bytes, found {found}; delete the damaged folder "
                                     f"{folder} and start over")
                 if not shard[checksum]:
-                    self._files[checksum] = HashedFile(path, keep=size)
+                    self._files[checksum] = HashedFile(path, resume_at=size)
 
     def write(self, ids_T: np.ndarray, weights_T: np.ndarray | None, targets_T: np.ndarray | None, text_bytes: int,
               documents: int) -> None:
@@ -541,7 +541,7 @@ class _SplitWriter:
         while start < len(ids_T):
             if not self._files:
                 path = self._folder / f"{self._split}-{len(self._shards):05}.bin"
-                self._files = {checksum: HashedFile(_file_of(path, checksum)) for checksum in arrays}
+                self._files = {checksum: HashedFile(_shard_file(path, checksum)) for checksum in arrays}
                 self._shards.append({"file": path.name, "tokens": 0, **dict.fromkeys(arrays, "")})
             shard = self._shards[-1]
             stop = min(len(ids_T), start + SHARD_TOKENS - shard["tokens"])
@@ -568,21 +568,21 @@ class _SplitWriter:
         self._files = {}
 
 
-def _file_of(shard: Path, checksum: str) -> Path:
+def _shard_file(shard: Path, checksum: str) -> Path:
     """The shard itself, its weights or its targets, by the name of their checksum in ``meta.json``."""
     return shard.with_suffix(_SUFFIXES[checksum])
 
 
 class HashedFile:
-    """A file that is hashed while written; the first ``keep`` bytes of an existing file are kept."""
+    """A file that is hashed while written, from its start or, in an existing file, from byte ``resume_at`` on."""
 
-    def __init__(self, path: Path, keep: int | None = None):
+    def __init__(self, path: Path, resume_at: int | None = None):
         self._hash = hashlib.sha256()
-        if keep is not None:
-            os.truncate(path, keep)
+        if resume_at is not None:
+            os.truncate(path, resume_at)
             for part in _read_bytes(path):
                 self._hash.update(part)
-        self._file = path.open("wb" if keep is None else "ab")
+        self._file = path.open("wb" if resume_at is None else "ab")
 
     def write(self, data: np.ndarray | bytes) -> None:
         self._file.write(data)
@@ -599,7 +599,7 @@ class HashedFile:
         return self._hash.hexdigest()
 
     def abandon(self) -> None:
-        """Closes the file, whatever the disk says."""
+        """Closes the file and ignores errors of the disk."""
         with contextlib.suppress(OSError):  # output that does not fit on the disk is written again
             self._file.close()
 

@@ -19,7 +19,7 @@ from data.sources.formats import Format
 from data.sources.hub import is_saved, open_dataset, open_hub_dataset, open_saved
 from data.sources.images import DIGITS
 from data.sources.rows import open_rows
-from data.sources.source import Selection, Source, file_state, left_out
+from data.sources.source import EVERYTHING, Selection, Source, file_state, left_out
 from data.sources.text import STDLIB, open_stdlib, open_texts
 from support.errors import ConfigError
 
@@ -31,8 +31,7 @@ _ABOUT = ("readme", "licen", "copying", "citation", "notice", "changelog", "data
 _SUFFIX = re.compile(r"#(\w+)=([^#]*)$")
 
 
-def open_source(source: str, *, split: str | None = None, column: str | None = None, encoding: str | None = None,
-                val_documents: int | None = None, val_share: float | None = None) -> Source:
+def open_source(source: str, selection: Selection = EVERYTHING) -> Source:
     """Opens the source of a name (see the module docstring).
 
     JSON, JSON lines, CSV and Parquet have a document per row; any other file is one text. Text may be packed (gzip,
@@ -42,12 +41,9 @@ def open_source(source: str, *, split: str | None = None, column: str | None = N
 
     Args:
         source: the name.
-        split: split of rows; default: train, with the validation split, if any, for val. The names of files tell
-            splits if all files of a folder are named so.
-        column: column of rows; default: text.
-        encoding: encoding of text without a byte order mark, a name of Python's; default: UTF-8.
-        val_documents: number of documents to hold out; rows are then only of ``split``.
-        val_share: fraction of documents, or of a single text, to hold out; rows are then only of ``split``.
+        selection: which part of it. Of rows, the default split is train, with the validation split, if any, for val,
+            where the names of all files of a folder give their splits; the default column is text. With a number or
+            a fraction to hold out, rows are only of ``selection.split``.
 
     Raises:
         ConfigError: the file or folder does not exist or is empty, is of a kind that is not read, or options do not
@@ -57,20 +53,18 @@ def open_source(source: str, *, split: str | None = None, column: str | None = N
     if not source:
         raise ConfigError("data.source is empty; expected a file, a folder, a glob or the name of a data set")
     plain = source
-    options = {"split": split, "column": column, "encoding": encoding}
     while found := _SUFFIX.search(plain):
-        if found[1] not in options:
-            raise ConfigError(f"data.source: {source} ends in #{found[1]}=; expected #split=NAME, #column=NAME or "
+        name, value = found.groups()
+        if name not in ("split", "column", "encoding"):
+            raise ConfigError(f"data.source: {source} ends in #{name}=; expected #split=NAME, #column=NAME or "
                               "#encoding=NAME")
-        if options[found[1]] not in (None, found[2]):
-            raise ConfigError(f"data.source: the {found[1]} in {source} differs from {found[1]} {options[found[1]]}")
-        options[found[1]] = found[2]
+        if getattr(selection, name) not in (None, value):
+            raise ConfigError(f"data.source: the {name} in {source} differs from {name} {getattr(selection, name)}")
+        selection = replace(selection, **{name: value})
         plain = plain[: found.start()]
-    if options["encoding"] is not None:
-        formats.check_encoding(options["encoding"])
-    selection = Selection(**options, val_documents=val_documents, val_share=val_share)
-    opened = _open(source, plain, selection)
-    return replace(opened, selection=selection)
+    if selection.encoding is not None:
+        formats.check_encoding(selection.encoding)
+    return replace(_open(source, plain, selection), selection=selection)
 
 
 def _open(source: str, plain: str, selection: Selection) -> Source:
@@ -170,12 +164,12 @@ def _chosen_in_folder(source: str, files: dict[Path, Format]) -> dict[Path, Form
     """The files that are read of a folder: its JSON lines or Parquet; otherwise JSON or CSV, if that is most of its
     bytes; otherwise all, as texts. Files about the folder do not count."""
     sizes: dict[str, int] = dict.fromkeys(("lines", "parquet", "json", "csv", "text"), 0)
-    of_kind: dict[str, dict[Path, Format]] = {kind: {} for kind in sizes}
+    by_kind: dict[str, dict[Path, Format]] = {kind: {} for kind in sizes}
     for file, form in files.items():
         if not file.name.lower().startswith(_ABOUT):
             lines = form.kind == "json" and ".json" not in map(str.lower, file.suffixes)
             kind = "lines" if lines else str(form.kind)
-            of_kind[kind][file] = form
+            by_kind[kind][file] = form
             sizes[kind] += file.stat().st_size
     if sizes["lines"] and sizes["parquet"]:
         raise ConfigError(f"data.source: {source} has both JSON-lines and Parquet files; select one kind, as "
@@ -183,7 +177,7 @@ def _chosen_in_folder(source: str, files: dict[Path, Format]) -> dict[Path, Form
     kind = "lines" if sizes["lines"] else "parquet" if sizes["parquet"] else max(sizes, key=sizes.__getitem__)
     if kind == "text" or not sizes[kind]:
         return {file: form._replace(kind="text") for file, form in files.items() if form.kind != "parquet"}
-    return of_kind[kind]
+    return by_kind[kind]
 
 
 def _check_options(source: str, selection: Selection, what: str, *names: str) -> None:

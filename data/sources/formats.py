@@ -1,4 +1,4 @@
-"""What a file holds, told by its first bytes, and its text: unpacked, as UTF-8, without a byte order mark."""
+"""The format of a file, found by its first bytes, and its text: unpacked, as UTF-8, without a byte order mark."""
 
 import bz2
 import codecs
@@ -57,7 +57,7 @@ class Format(NamedTuple):
     encoding: str | None = None
     """Encoding in which to decode the text, a name of Python's. None: it is UTF-8 already."""
     checked: bool = True
-    """Whether much invalid UTF-8 is an error: not if the user says that it is UTF-8."""
+    """Whether much invalid UTF-8 is an error: not if the user names UTF-8."""
 
     @property
     def plain(self) -> bool:
@@ -74,7 +74,7 @@ def inspect(path: Path, encoding: str | None = None) -> Format:
     """The format of a file.
 
     The bytes decide: what packs it, archives and other binary files, Parquet, the encoding. All else is text, of which
-    the suffix, in any case, tells JSON and CSV; a file without one is JSON if its first line is an object.
+    the suffix, in any case, marks JSON and CSV; a file without one is JSON if its first line is an object.
 
     Args:
         path: the file.
@@ -197,7 +197,7 @@ def too_long(path: Path, what: str) -> DataError:
 
 
 def open_text(file: Any, form: Format) -> io.BufferedReader:
-    """The text of an open file, unpacked and as UTF-8. Invalid bytes are kept, or become 0xFF if the file has another
+    """The text of an open file, unpacked and as UTF-8. Invalid bytes stay, or become 0xFF if the file has another
     encoding. Seeking to an earlier place reads all before it again."""
     if form.packed is not None:
         file = _unpacked(file, form.packed)
@@ -220,7 +220,8 @@ def read_text(path: Path, form: Format) -> "memoryview | UnpackedText":
 class UnpackedText:
     """The text of a file that has to be unpacked or decoded, as a sequence of bytes.
 
-    It is read forwards; its last part is kept for slices that go back a little. Its length takes reading it once.
+    It is read forwards; its last part stays in memory for slices that go back a little. Its length takes reading it
+    once.
     """
 
     def __init__(self, path: Path, form: Format):
@@ -228,7 +229,7 @@ class UnpackedText:
         raw = path.open("rb")
         weakref.finalize(self, raw.close)
         self._file = open_text(raw, form)
-        self._kept, self._kept_from = b"", 0
+        self._part, self._start = b"", 0  # the last part, and where it starts
         self._length: int | None = None
 
     def __len__(self) -> int:
@@ -236,23 +237,23 @@ class UnpackedText:
             with read_errors(self._path, "the text"):
                 self._file.seek(0)
                 self._length = sum(map(len, iter(lambda: self._file.read(2**20), b"")))
-                self._kept, self._kept_from = b"", self._length
+                self._part, self._start = b"", self._length
         return self._length
 
     def __getitem__(self, part: Any) -> Any:
         if isinstance(part, int):
             return self[part : part + 1][0]
         start, stop, _ = part.indices(len(self))
-        end = self._kept_from + len(self._kept)
+        end = self._start + len(self._part)
         with read_errors(self._path, "the text"):
-            if not self._kept_from <= start <= end:
+            if not self._start <= start <= end:
                 self._file.seek(start)
-                self._kept, self._kept_from, end = b"", start, start
+                self._part, self._start, end = b"", start, start
             if stop > end:
-                keep_from = max(self._kept_from, min(start, end - 2**17))
-                self._kept = self._kept[keep_from - self._kept_from :] + self._file.read(stop - end)
-                self._kept_from = keep_from
-        return self._kept[start - self._kept_from : stop - self._kept_from]
+                start_from = max(self._start, min(start, end - 2**17))
+                self._part = self._part[start_from - self._start :] + self._file.read(stop - end)
+                self._start = start_from
+        return self._part[start - self._start : stop - self._start]
 
 
 def _unpacked(file: Any, packed: str) -> io.BufferedReader:
@@ -331,7 +332,7 @@ class _Recoded(_Forwards):
     """Text of another encoding as UTF-8."""
 
     def __init__(self, raw: Any, encoding: str):
-        # What is invalid in UTF-8 is kept. In others it becomes an invalid byte, which is then counted in the same way.
+        # What is invalid in UTF-8 stays. In others it becomes an invalid byte, which is then counted in the same way.
         errors = "surrogateescape" if encoding == "utf-8-sig" else _INVALID
         self._make_decoder = lambda: codecs.getincrementaldecoder(encoding)(errors)
         super().__init__(raw)

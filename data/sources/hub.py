@@ -15,7 +15,7 @@ from data.sources.source import Selection, Source, file_state, one_line
 from data.texts import Column, find_column
 from support.errors import ConfigError, DataError
 
-_BATCH_ROWS = 256
+BATCH_ROWS = 256
 """Rows per batch of ``datasets``."""
 
 
@@ -37,7 +37,7 @@ def open_hub_dataset(source: str, selection: Selection, dataset: str, config: st
         opened = open_dataset(source, source, selection, *args, **options)
         return replace(opened, version=options["revision"], licence=licence, selection=selection)
 
-    return Source(source, lambda *places: pin(None).blocks(*places), source, cut=lambda share: pin(None).cut(share),
+    return Source(source, lambda *places: pin(None).blocks(*places), source, lambda fraction: pin(None).cut(fraction),
                   pin=pin)
 
 
@@ -85,14 +85,14 @@ def _saved_rows(source: str, rows: Any, column: str) -> Rows:
         with _dataset_errors(source, lambda: first):
             selected = rows.select_columns([name]).with_format("arrow")
             while first < len(rows):
-                table = selected[first : first + _BATCH_ROWS]
+                table = selected[first : first + BATCH_ROWS]
                 end = 0
                 for found, end in column_parts(table.column(name).combine_chunks(), 0):
                     yield found, (0, first + end), (first + end) / len(rows)
                 first += len(table)
 
-    def cut(number: int, share: Fraction) -> int | None:
-        place = math.ceil(share * len(rows) / _BATCH_ROWS) * _BATCH_ROWS
+    def cut(number: int, fraction: Fraction) -> int | None:
+        place = math.ceil(fraction * len(rows) / BATCH_ROWS) * BATCH_ROWS
         return place if place < len(rows) else None
 
     return Rows(check, read, lambda: [len(rows)], cut)
@@ -156,7 +156,7 @@ def _stream_rows(source: str, split: Any, column: str) -> Rows:
                 rows = split.shard(split.num_shards, number).select_columns([name]).with_format("arrow")
                 if state is not None:
                     rows.load_state_dict(state)
-                for table in rows.iter(_BATCH_ROWS):
+                for table in rows.iter(BATCH_ROWS):
                     # The state is large, so save it once per batch.
                     following = rows.state_dict()
                     for found, end in column_parts(table.column(name).combine_chunks(), skip):

@@ -1,12 +1,11 @@
 """Sources of rows: JSON, JSON lines, CSV and Parquet files, with the text in one column."""
 
 import codecs
-import contextlib
 import csv
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ import numpy as np
 from data import texts
 from data.sources import formats
 from data.sources.formats import Format
-from data.sources.source import Block, Selection, Source, file_state, one_line
+from data.sources.source import Block, Selection, Source, file_state
+from data.sources.tables import parquet_file
 from data.texts import Column, JsonLines, TextChunk, TextChunks, split_text
-from support.errors import ConfigError, DataError
+from support.errors import ConfigError
 
 LONG_ROW = 2**24
 """Bytes of text from which on a row is always cut like a text: its end is val."""
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     ends there. A place is the number of a file, and a place in it, or None for its start."""
     sizes: Callable[[], Sequence[int]]
     """Sizes of its files, in any unit."""
-    cut: Callable[[int, Fraction], Any] = lambda number, share: None
+    cut: Callable[[int, Fraction], Any] = lambda number, fraction: None
     """The place in a file at about a fraction of it, from which on ``read`` gives the same rows as from the start.
     None: only whole files can be read."""
 
@@ -68,7 +68,7 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
         root: folder of the files.
         files: the files, none of which is empty, and their formats.
         selection: what to read.
-        by_name: whether their names may tell splits.
+        by_name: whether their names may give the splits.
     """
     column = selection.column or "text"
     kind = _KINDS[next(iter(files.values())).kind or ""]
@@ -86,18 +86,18 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
             sizes = [file.stat().st_size for file in group]
             first, place = start or (0, None)
             for number in range(first, len(group)):
-                for found, following, share in kind.rows(group[number], files[group[number]], column, place):
-                    yield found, (number, following), (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
+                for found, following, done in kind.rows(group[number], files[group[number]], column, place):
+                    yield found, (number, following), (sum(sizes[:number]) + done * sizes[number]) / sum(sizes)
                 place = None
 
         return Rows(check, read, lambda: [file.stat().st_size for file in group],
-                    lambda number, share: kind.cut(group[number], files[group[number]], share))
+                    lambda number, fraction: kind.cut(group[number], files[group[number]], fraction))
 
     plain = all(form.plain and form.kind != "parquet" for form in files.values())
     counts = ", ".join(f"{name} ({len(group):,})" for name, group in sorted(groups.items()))
     val = "" if selection.names_val else ", and validation, if there is one, as val"
     notes = () if len(groups) == 1 or selection.split is not None else (
-        f"{source}: the names of its files tell the splits {counts}, of which train is read{val}; a glob of the files "
+        f"{source}: the names of its files give the splits {counts}, of which train is read{val}; a glob of the files "
         "reads all of them as one",)
     return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
                       state=file_state(root, [*files]), notes=notes,
@@ -109,8 +109,10 @@ def row_source(source: str, splits: Callable[[], dict[str, Rows]], selection: Se
     def blocks(start: Any = None, stop: Any = None, /) -> Iterator[Block]:
         return _row_blocks(_groups(splits(), source, selection), selection, start, stop)
 
-    return Source(source, blocks, cut=lambda share: _cut(list(_groups(splits(), source, selection).values()), share),
-                  **fields)
+    def cut(fraction: Fraction) -> Any:
+        return _cut(list(_groups(splits(), source, selection).values()), fraction)
+
+    return Source(source, blocks, cut=cut, **fields)
 
 
 def _groups(splits: dict[str, Rows], source: str, selection: Selection) -> dict[bool | None, Rows]:
@@ -140,11 +142,11 @@ def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: An
         if limit is None and held_out is None and selection.val_documents is None:
             ahead, limit = _look_ahead(rows if place is None else group.read(None))
             rows = ahead if place is None else rows
-        for found, following, share in rows:
+        for found, following, done in rows:
             if stop is not None and _is_after((number, following), stop[:2]):
                 return
             yield Block(found if limit is None else _cut_long_rows(found, limit, selection),
-                        (number, following, limit), held_out, None if share is None else (number + share) / len(groups))
+                        (number, following, limit), held_out, None if done is None else (number + done) / len(groups))
         place = limit = None
 
 
@@ -160,10 +162,10 @@ def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) ->
     return itertools.chain(head, rows), min(total // 2, LONG_ROW)
 
 
-def _cut(groups: Sequence[Rows], share: Fraction) -> Any:
+def _cut(groups: Sequence[Rows], fraction: Fraction) -> Any:
     """The first place from a fraction of all groups on, by the sizes of their files."""
     sizes = [group.sizes() for group in groups]
-    done, target = 0, share * sum(map(sum, sizes))
+    done, target = 0, fraction * sum(map(sum, sizes))
     for number, group in enumerate(groups):
         for file, size in enumerate(sizes[number]):
             if done >= target:
@@ -230,17 +232,20 @@ def type_name(kind: Any) -> str:
 
     if pyarrow.types.is_dictionary(kind):
         return type_name(kind.value_type)
-    if (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)) and pyarrow.types.is_struct(kind.value_type):
-        names = {field.name for field in kind.value_type.fields}
-        if names >= {"role", "content"} or names >= {"from", "value"}:
-            return _CHAT
+    if (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)) and pyarrow.types.is_struct(
+            kind.value_type) and _is_turn({field.name for field in kind.value_type.fields}):
+        return _CHAT
     return "json" if isinstance(kind, pyarrow.BaseExtensionType) and "json" in str(kind) else str(kind)
+
+
+def _is_turn(names: Set[str]) -> bool:
+    """Whether fields of these names are a turn of a conversation."""
+    return names >= {"role", "content"} or names >= {"from", "value"}
 
 
 def _value_type(value: Any) -> str:
     """The type of a JSON value, in the same words. Other values than texts are skipped one by one."""
-    if isinstance(value, list) and value and all(isinstance(turn, dict) and (
-            turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"}) for turn in value):
+    if isinstance(value, list) and value and all(isinstance(turn, dict) and _is_turn(turn.keys()) for turn in value):
         return _CHAT
     return "string" if isinstance(value, str) else "null" if value in (None, []) else type(value).__name__
 
@@ -371,13 +376,12 @@ def _json_rows(path: Path, form: Format, column: str, start: int | None) -> Iter
             if not lines.endswith(b"\n"):
                 lines += formats.read_line(file, path, len(lines) - lines.rfind(b"\n") - 1)
             following = place + len(lines)
-            share = raw.tell() / size
             formats.check_utf8(path, form, lines, following)
-            yield JsonLines(lines, column, str(path), number, counted_from), following, share
+            yield JsonLines(lines, column, str(path), number, counted_from), following, raw.tell() / size
             place, number = following, number + lines.count(b"\n")
 
 
-def _json_cut(path: Path, form: Format, share: Fraction) -> int | None:
+def _json_cut(path: Path, form: Format, fraction: Fraction) -> int | None:
     """The first place of :func:`_json_rows` from a fraction of a file on; None if there is none before its end."""
     if not form.plain:
         return None
@@ -385,7 +389,7 @@ def _json_cut(path: Path, form: Format, share: Fraction) -> int | None:
     with path.open("rb") as file, formats.read_errors(path, "the file"):
         if _json_layout(file, path, form.mark_bytes) != "lines":
             return None
-        while place < share * size:
+        while place < fraction * size:
             file.seek(form.mark_bytes + place + texts.CHUNK_BYTES - 1)
             file.readline()
             place = file.tell() - form.mark_bytes
@@ -423,8 +427,12 @@ def _csv_types(path: Path, form: Format, column: str) -> dict[str, str]:
 
 def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Iterator[tuple[Column, int, float]]:
     """A place is an offset in the text."""
-    size = path.stat().st_size
-    place = 0
+    def block() -> Column:
+        rows = Column.of(found, skipped)
+        formats.check_utf8(path, form, rows.values, place)
+        return rows
+
+    size, place = path.stat().st_size, 0
     with path.open("rb") as raw, formats.read_errors(path, lambda: f"a row after byte {place:,}"), (
             formats.open_text(raw, form)) as file:
         lines = _Lines(file, path)
@@ -442,30 +450,25 @@ def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Itera
                 text = texts.row_text({column: row[index]} if index < len(row) else {}, column, skipped)
                 found += [] if text is None else [text]
             if place - begun >= texts.CHUNK_BYTES:
-                share = raw.tell() / size
-                rows = Column.of(found, skipped)
-                formats.check_utf8(path, form, rows.values, place)
-                yield rows, place, share
+                yield block(), place, raw.tell() / size
                 found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
         if place > begun:
-            rows = Column.of(found, skipped)
-            formats.check_utf8(path, form, rows.values, place)
-            yield rows, place, 1.0
+            yield block(), place, 1.0
 
 
-def _no_cut(path: Path, form: Format, share: Fraction) -> None:
-    """A line break within quotes cannot be told from one between rows."""
+def _no_cut(path: Path, form: Format, fraction: Fraction) -> None:
+    """A line break within quotes looks like one between rows."""
 
 
 def _parquet_types(path: Path, form: Format, column: str) -> dict[str, str]:
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         return {field.name: type_name(field.type) for field in file.schema_arrow}
 
 
 def _parquet_rows(path: Path, form: Format, column: str, start: Any) -> Iterator[tuple[Column, Any, float]]:
     """A place is the number of a row group and of a row in it."""
     first, skip = start or (0, 0)
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         name = texts.find_column(file.schema_arrow.names, column) or column
         total = max(1, file.metadata.num_rows)
         done = sum(file.metadata.row_group(group).num_rows for group in range(first))
@@ -482,29 +485,17 @@ def _parquet_rows(path: Path, form: Format, column: str, start: Any) -> Iterator
             done, skip = done + row, 0
 
 
-def _parquet_cut(path: Path, form: Format, share: Fraction) -> tuple[int, int] | None:
+def _parquet_cut(path: Path, form: Format, fraction: Fraction) -> tuple[int, int] | None:
     """The first row group from a fraction of a file on, if any."""
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
     starts = itertools.accumulate(sizes, initial=0)
     return next(((group, 0) for group, begin in zip(range(len(sizes)), starts, strict=False)
-                 if begin >= share * sum(sizes)), None)
+                 if begin >= fraction * sum(sizes)), None)
 
 
 _KINDS = {"json": _Kind(_json_types, _json_rows, _json_cut), "csv": _Kind(_csv_types, _csv_rows, _no_cut),
           "parquet": _Kind(_parquet_types, _parquet_rows, _parquet_cut)}
-
-
-@contextlib.contextmanager
-def _parquet_file(path: Path) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield file
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:

@@ -2,29 +2,22 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
 from data import texts
-from data.texts import Column, JsonLines, Text, TextChunk, TextChunks
+from data.texts import Column, JsonLines, Text, TextChunks
 from support.errors import ConfigError
 
 VAL_FRACTION = 0.05
 """Default fraction of files, or of a single text, that is held out."""
 VAL_EVERY = 200
 """Without a validation split, every Nth row is held out by default."""
-
-
-class Document(NamedTuple):
-    """One text and its split."""
-
-    split: Literal["train", "val"]
-    text: bytes
 
 
 class Block(NamedTuple):
@@ -35,7 +28,7 @@ class Block(NamedTuple):
     """Argument of ``Source.blocks`` to continue after it, in JSON values."""
     held_out: bool | None = None
     """Whether its rows are val. None: some, by their index among rows with text."""
-    share: float | None = None
+    fraction_done: float | None = None
     """Fraction of the source up to its end, if known."""
 
 
@@ -84,21 +77,25 @@ class Selection:
         chunks = block.texts.chunks
         ends_before = np.cumsum([0, *(chunk.ends_document for chunk in chunks)])[:-1]
         by_number = self._by_number(first + ends_before) if any(chunk.held_out is None for chunk in chunks) else []
-        return np.array([chunk.held_out if chunk.held_out is not None else by_number[index]
+        return np.array([by_number[index] if chunk.held_out is None else chunk.held_out
                          for index, chunk in enumerate(chunks)], bool)
 
     def _by_number(self, numbers: Int64[np.ndarray, " R"]) -> Bool[np.ndarray, " R"]:
         """Which rows are val, by their numbers among those with text."""
         if self.val_documents is not None:
             return numbers < self.val_documents
-        share = Fraction(1, VAL_EVERY) if self.val_share is None else Fraction(str(self.val_share))
-        # n × share of the first n rows, rounded up, in Python's integers, which do not overflow.
-        n, of = share.numerator, share.denominator
-        return np.array([-(-(row + 1) * n // of) > -(-row * n // of) for row in numbers.tolist()], bool)
+        fraction = Fraction(1, VAL_EVERY) if self.val_share is None else Fraction(str(self.val_share))
+        # n × fraction of the first n rows, rounded up, in Python's integers, which do not overflow.
+        n, d = fraction.numerator, fraction.denominator
+        return np.array([-(-(row + 1) * n // d) > -(-row * n // d) for row in numbers.tolist()], bool)
 
     def val_start(self, text: Text) -> int:
         """Offset of the held-out end of a single text."""
         return texts.token_boundary(text, int(len(text) * (1 - (self.val_share or VAL_FRACTION))))
+
+
+EVERYTHING = Selection()
+"""All of train, with the default held-out split."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +104,13 @@ class Source:
     the text."""
 
     name: str
-    """The name as given by the user."""
+    """As the user gives it."""
     blocks: Blocks
     state: str
     """A key that changes with the text, as far as is visible without reading it; names the cache folder."""
     cut: Callable[[Fraction], Any]
     """The place of a block at about a fraction of the source; the same on every machine."""
-    selection: Selection = field(default_factory=Selection)
+    selection: Selection = EVERYTHING
     version: str | None = None
     licence: str | None = None
     """SPDX expression, if known."""
@@ -125,23 +122,6 @@ class Source:
     """Notes for the user, such as skipped files."""
     pin: Callable[[str | None], "Source"] | None = None
     """For a dataset of the Hub: checks that it exists; the source at a given or the newest revision."""
-
-    def documents(self) -> Iterator[Document]:
-        """All texts, without rows that have none."""
-        count, parts = 0, []
-        for block in self.blocks():
-            if isinstance(block.texts, TextChunks):
-                chunks = block.texts.chunks
-            else:
-                chunks = [TextChunk(text, None, True) for text in block.texts.read()[0]]
-            held_out = self.selection.held_out(block, count, len(chunks))
-            for chunk, val in zip(chunks, held_out, strict=True):
-                parts.append(chunk.text)
-                if chunk.ends_document:
-                    yield Document("val" if val else "train", b"".join(parts))
-                    parts = []
-                    count += 1
-
 
 def file_state(root: Path, paths: Sequence[Path]) -> str:
     """A digest of the names, sizes and times of files, and of their folder."""

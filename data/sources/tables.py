@@ -1,11 +1,25 @@
 """Whole datasets as Arrow tables, from Parquet files or the Hugging Face Hub."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.sources.source import one_line
 from support.errors import DataError
+
+
+@contextlib.contextmanager
+def parquet_file(path: Path, remedy: str = "") -> Iterator[Any]:
+    """An open Parquet file; raises :class:`DataError` if it cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}{remedy}") from error
 
 
 def parquet_tables(folder: Path, columns: Sequence[str] | None = None) -> dict[str, Any] | None:
@@ -26,17 +40,13 @@ def parquet_tables(folder: Path, columns: Sequence[str] | None = None) -> dict[s
     else:
         return None
     import pyarrow
-    import pyarrow.parquet
 
     tables = {}
     for name, found in paths.items():
         parts = []
         for path in found:
-            try:
-                with pyarrow.parquet.ParquetFile(path) as file:
-                    part = file.read()
-            except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(f"{path} cannot be read: {one_line(error)}; download it again") from error
+            with parquet_file(path, remedy="; download it again") as file:
+                part = file.read()
             wanted = part.column_names if columns is None else columns
             if absent := set(wanted) - set(part.column_names):
                 raise DataError(f"{path} has no column {min(absent)!r}; it has {', '.join(part.column_names)}")

@@ -109,14 +109,15 @@ def _with_held_out_end(path: Path, form: Format, selection: Selection) -> list[_
     text = formats.read_text(path, form)
     val_start = selection.val_start(text)
     size = path.stat().st_size
-    size_of_train = size * val_start / max(1, len(text))
-    return [_Document(path, form, False, lambda: text, size_of_train, 0, val_start),
-            _Document(path, form, True, lambda: text, size - size_of_train, val_start)]
+    train_size = size * val_start / max(1, len(text))
+    return [_Document(path, form, False, lambda: text, train_size, 0, val_start),
+            _Document(path, form, True, lambda: text, size - train_size, val_start)]
 
 
 def _source(name: str, documents: Callable[[], Sequence[_Document]], total: int, plain: bool, **fields: Any) -> Source:
     return Source(name, lambda start=None, stop=None, /: _text_blocks(documents(), total, start, stop),
-                  cut=lambda share: _cut(documents(), total * share), total_bytes=total if plain else None, **fields)
+                  cut=lambda fraction: _cut(documents(), total * fraction),
+                  total_bytes=total if plain else None, **fields)
 
 
 def _cut(documents: Sequence[_Document], target: Fraction) -> tuple[int, int]:
@@ -154,11 +155,11 @@ def _text_blocks(documents: Sequence[_Document], total: int, start: Any, stop: A
                 size += len(chunk)
                 if size >= texts.CHUNK_BYTES or len(chunks) >= _BLOCK_CHUNKS:
                     following = (number + 1, 0) if ends else (number, end)
-                    share = (done + document.size * (end - begin) / max(1, until - begin)) / total
-                    yield Block(TextChunks(chunks), following, share=min(1.0, share))
+                    fraction_done = (done + document.size * (end - begin) / max(1, until - begin)) / total
+                    yield Block(TextChunks(chunks), following, fraction_done=min(1.0, fraction_done))
                     chunks, size = [], 0
                 if isinstance(text, memoryview) and isinstance(text.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                     text.obj.madvise(mmap.MADV_DONTNEED)  # otherwise pages count as memory of this process
         done += document.size
     if chunks:
-        yield Block(TextChunks(chunks), last, share=min(1.0, done / total) if stop else 1.0)
+        yield Block(TextChunks(chunks), last, fraction_done=min(1.0, done / total) if stop else 1.0)

@@ -17,6 +17,7 @@ import tiktoken
 from configs.schema import EARLIER_DOCUMENTS, DataConfig
 from data import prepare, token_files, tokenizers
 from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, units_per_token, windows
+from data.sources.source import Selection
 from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
@@ -35,7 +36,8 @@ def directory(tmp_path, monkeypatch) -> Path:
     texts = ("held out text", bytes(range(CONTEXT * WINDOWS)).decode())
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(token_files, "SHARD_TOKENS", 50)  # windows straddle shards
-    prepare.prepare(str(tmp_path / "rows.jsonl"), "bytes", tmp_path / "tokens", val_documents=1, progress=False)
+    prepare.prepare(str(tmp_path / "rows.jsonl"), "bytes", tmp_path / "tokens", Selection(val_documents=1),
+                    progress=False)
     return tmp_path / "tokens"
 
 

@@ -14,7 +14,7 @@ from data import journal, parts, prepare, texts, token_files
 from data.parts import PartName
 from support.errors import ConfigError, DataError
 from tests.data.prepare_test import ROOT, command, files_of
-from tests.data.sources.made import write_parquet
+from tests.data.sources.source_files import write_parquet
 from tests.edited import edited
 
 PARTS = 3
@@ -173,16 +173,6 @@ def test_a_damaged_part_is_named_and_nothing_of_it_stays(small, rows, tmp_path):
             prepare.join_parts(out)
         path.write_bytes(as_written)
     assert command("--join", str(out)).returncode == 0
-
-
-def test_part_and_join_usage(rows, tmp_path):
-    for part in ("0/3", "4/3", "3", "a/b", "1/0", "-1/3"):
-        done = command(str(rows), "--out", str(tmp_path / "out"), f"--part={part}")
-        assert done.returncode == 2
-        assert f"part is {part}; expected NUMBER/PARTS with a number from 1 to PARTS, such as 3/16" in done.stderr
-    assert command("--join", str(tmp_path / "out"), "--part", "1/2").returncode == 2
-    assert command(str(rows), "--join", str(tmp_path / "out")).returncode == 2
-    assert list(tmp_path.iterdir()) == [rows]
 
 
 @pytest.mark.thorough

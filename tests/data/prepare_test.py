@@ -10,17 +10,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiktoken
 
 from configs.schema import DataConfig
-from data import journal, prepare, synthetic_tasks, texts, token_files, tokenizers
-from data.sources import open_source
+from data import journal, prepare, texts, token_files, tokenizers
+from data.sources.source import Selection
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
+from support.progress import progress_bar
+from tests.data.sources.images_test import png
 from tests.edited import contents
 
 ROOT = Path(__file__).parents[2]
@@ -63,13 +64,11 @@ def test_tokens_are_the_documents_with_end_of_text_after_each(folder, tmp_path):
     assert meta["splits"]["train"]["documents"] == 2
 
 
-def test_the_standard_library_brings_version_and_licence_and_is_the_same_twice(tmp_path):
-    first = prepare.prepare("python-stdlib", "bytes", tmp_path / "first", progress=False)
-    second = prepare.prepare("python-stdlib", "bytes", tmp_path / "second", progress=False)
-    assert first == second
-    assert first["licence"] == "PSF-2.0"
-    assert "3." in first["source_version"]
-    assert first["splits"]["train"]["largest_id"] == 256
+def test_the_standard_library_brings_version_and_licence(tmp_path):
+    meta = prepare.prepare("python-stdlib", "bytes", tmp_path / "out", progress=False)
+    assert meta["licence"] == "PSF-2.0"
+    assert "3." in meta["source_version"]
+    assert meta["splits"]["train"]["largest_id"] == 256
 
 
 def test_full_shards_are_followed_by_further_ones(folder, tmp_path, monkeypatch):
@@ -106,16 +105,14 @@ def test_vocabularies_above_65536_are_written_in_four_bytes(folder, tmp_path, mo
 def test_nothing_is_overwritten(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="mine already holds something else"):
-        prepare.prepare(str(folder), "bytes", tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
     prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
-    with pytest.raises(ConfigError, match=r"empty already holds token files of the tokenizer bytes"):
-        prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
-    for place in ("thesis.txt", "thesis.txt/out"):
-        with pytest.raises(ConfigError, match=r"thesis\.txt is a file"):
-            prepare.prepare(str(folder), "bytes", tmp_path / "mine" / place)
+    for place, message in (("mine", "mine already holds something else"), ("mine/thesis.txt", r"thesis\.txt is a file"),
+                           ("mine/thesis.txt/out", r"thesis\.txt is a file"),
+                           ("empty", "empty already holds token files of the tokenizer bytes")):
+        with pytest.raises(ConfigError, match=message):
+            prepare.prepare(str(folder), "bytes", tmp_path / place, progress=False)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
 def test_too_little_text_for_two_splits(tmp_path):
@@ -126,25 +123,31 @@ def test_too_little_text_for_two_splits(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n' + '{"text": "some words"}\n' * 10)
     for _ in range(2):  # nothing is done twice, or lost
-        with pytest.raises(ConfigError, match=r"val_documents is 12; expected less than the 10 documents with text "
-                                              r"of .*; delete the tokenized part, .*/\.out2\.partial, to start over"):
-            prepare.prepare(str(rows), "bytes", tmp_path / "out2", val_documents=12, progress=False)
+        with pytest.raises(ConfigError, match=r"val_documents is 12; .* the 10 documents .*/\.out2\.partial"):
+            prepare.prepare(str(rows), "bytes", tmp_path / "out2", Selection(val_documents=12), progress=False)
         assert len(json.loads((tmp_path / ".out2.partial" / "journal.json").read_text())["state"]["checksum"]) == 64
     assert prepare.prepare(str(rows), "bytes", tmp_path / "out3", progress=False)["splits"]["val"]["documents"] == 1
 
 
-def test_progress_is_kept_by_time_too(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_bytes(b"some text " * 500)
-    monkeypatch.setattr(texts, "CHUNK_BYTES", 1000)
-    kept = []
-    original = journal.UnfinishedFolder._commit
-    monkeypatch.setattr(journal.UnfinishedFolder, "_commit",
-                        lambda self: kept.append(self.state) or original(self))
-    for seconds, least, most in ((1e9, 0, 0), (0, 4, 9)):
-        monkeypatch.setattr(journal, "COMMIT_SECONDS", seconds)
-        kept.clear()
-        prepare.prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / f"out{most}", progress=False)
-        assert least <= len(kept) <= most
+@pytest.mark.parametrize("seconds", [1e9, 0])
+def test_the_journal_is_written_after_some_bytes_or_seconds(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(journal, "COMMIT_SECONDS", seconds)
+    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
+        unfinished.open_writer(token_files.TokenFilesWriter, VOCABULARY)
+        unfinished.state = {"splits": {}}
+        unfinished.commit_when_due(1)
+        assert (unfinished.path / "journal.json").exists() == (seconds == 0)
+        unfinished.commit_when_due(journal.COMMIT_BYTES)
+        assert (unfinished.path / "journal.json").exists()
+
+
+def test_the_time_left_fits_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar("a-long-name-" * 5) as update:
+        update(0.5, "123,456.8M tokens, 12.35M/s")
+    line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).strip().splitlines()[-1]
+    assert re.search(r"123,456\.8M tokens, 12\.35M/s \d:\d\d:\d\d left: [\d-]:[\d-]{2}:[\d-]{2}$", line), line
 
 
 def test_the_folder_to_make_is_not_in_the_source(folder, tmp_path, monkeypatch):
@@ -153,18 +156,6 @@ def test_the_folder_to_make_is_not_in_the_source(folder, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"out .*/texts/deep/out is inside the source"):
             prepare.prepare(source, "bytes", folder / "deep" / "out", progress=False)
     assert sorted(path.name for path in folder.iterdir()) == ["a.txt", "b.txt", "c.txt"]
-
-
-def test_time_left_can_be_read_at_80_columns(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    (tmp_path / ("a-long-name-" * 5 + ".jsonl")).write_text('{"text": "a"}\n')
-    source = open_source(str(tmp_path / ("a-long-name-" * 5 + ".jsonl")))
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=iter([0, 10_000]).__next__))
-    with prepare._progress_bar(source.name, True) as show:
-        show(123_456_789_000, 0.5)
-    line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).strip().splitlines()[-1]
-    assert re.search(r"123,456\.8M tokens, 12\.35M/s \d:\d\d:\d\d left: [\d-]:[\d-]{2}:[\d-]{2}$", line), line
 
 
 def test_the_lock_is_deleted_at_the_end_and_a_link_in_its_place_is_refused(folder, tmp_path):
@@ -192,7 +183,6 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, tmp_pat
 
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"some text " * 20_000)
-
     script = ("import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
               "runpy.run_module('data.prepare', run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")],
@@ -216,19 +206,32 @@ def rows(tmp_path_factory) -> Path:
     return path
 
 
+VOCABULARY = token_files.Vocabulary("bytes", None, 257, 256)
 SMALL = {"texts.CHUNK_BYTES": 3000, "token_files.SHARD_TOKENS": 4000, "journal.COMMIT_BYTES": 1}
 
 
-def make(rows: Path, out: Path, patch: str = "", *, environment: dict[str, str] | None = None,
-         more: str = "") -> subprocess.CompletedProcess:
-    """Prepares ``rows`` in another process, in small chunks and shards, after some change of the code."""
+def make(source: Path, out: Path, patch: str = "", *, more: str = "") -> subprocess.CompletedProcess:
+    """Prepares a source in another process, in small chunks and shards, after some change of the code."""
     script = ("import os, resource, signal, sys; from pathlib import Path\n"
-              "from data import journal, prepare, texts, token_files, tokenizers; from data.sources import rows\n"
+              "from data import journal, prepare, texts, token_files\n"
               f"{'; '.join(f'{name} = {value}' for name, value in SMALL.items())}\n{patch}\n"
-              f"sys.argv = ['prepare', {str(rows)!r}, '--out', {str(out)!r}, '--tokenizer', 'gpt2', *{more.split()}]\n"
-              "sys.exit(prepare.main())")
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, **(environment or {})})
+              f"sys.argv = ['prepare', {str(source)!r}, '--out', {str(out)!r}, '--tokenizer', 'gpt2', "
+              f"*{more.split()}]\nsys.exit(prepare.main())")
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def before_write(number: int, code: str) -> str:
+    """A change of the code: runs ``code`` before the tokens of a block are written for the given time."""
+    return ("original, calls = token_files.TokenFilesWriter.write, []\n"
+            "def write(self, split, ids, *more, **counts):\n"
+            "    calls.append(0)\n"
+            f"    if len(calls) == {number}:\n"
+            f"        {code}\n"
+            "    return original(self, split, ids, *more, **counts)\n"
+            "token_files.TokenFilesWriter.write = write")
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -259,29 +262,19 @@ def whole(rows, gpt2) -> dict[str, bytes]:
 def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, gpt2, tmp_path):
     assert make(rows, tmp_path / "out", more="--workers 1").returncode == 0
     assert files_of(tmp_path / "out") == whole
-    assert make(rows, tmp_path / "here", "prepare._processes = lambda *_: 0").returncode == 0
-    assert files_of(tmp_path / "here") == whole
     values = [row.get("text") for row in map(json.loads, rows.read_text().splitlines())]
     values = [value for value in values if isinstance(value, str)]
-    for split, of_split in (("val", lambda n: n % 200 == 0), ("train", lambda n: n % 200)):
-        assert ids(tmp_path / "out", split) == [
-            token for n, value in enumerate(values) if of_split(n) for token in [*gpt2.encode_ordinary(value), 50256]]
+    for split, is_in_split in (("val", lambda n: n % 200 == 0), ("train", lambda n: n % 200)):
+        assert ids(tmp_path / "out", split) == [token for n, value in enumerate(values) if is_in_split(n)
+                                                for token in [*gpt2.encode_ordinary(value), 50256]]
 
 
 @pytest.mark.parametrize("end", ["kill", *(pytest.param(end, marks=pytest.mark.thorough)
                                            for end in ("interrupt", "full disk", "worker"))])
-def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, whole, tmp_path, end):
+def test_after_every_end_it_resumes_and_gives_the_same_files(rows, whole, tmp_path, end):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    hook = ("original, calls = token_files._SplitWriter.write, []\n"
-            "def write(self, ids, *more):\n"
-            "    calls.append(0)\n"
-            "    if len(calls) == {at}:\n"
-            "        {what}\n"
-            "    return original(self, ids, *more)\n"
-            "token_files._SplitWriter.write = write")
     what, code, message = {
-        "kill": ("original(self, ids[:5], *more); [file.sync() for file in self._files.values()]; "
-                 "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        "kill": (f"original(self, split, ids[:5], *more, **counts); self.sync(); {KILL}", -signal.SIGKILL, ""),
         # A background command of a script inherits that it ignores Ctrl-C.
         "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
                       130, "interrupted; repeat the command to resume"),
@@ -291,91 +284,27 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
                    "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
                    "data.prepare: a tokenizing process ended (exit code -9)"),
     }[end]
-    for at in (15, 31) if end == "kill" else (15,):
-        done = make(rows, out, hook.format(at=at, what=what))
+    for number in (15, 31) if end == "kill" else (15,):
+        done = make(rows, out, before_write(number, what))
         assert done.returncode == code, done.stderr
         assert message in done.stderr
         assert "Traceback" not in done.stderr
         assert not out.exists()
         assert (partial / "journal.json").is_file()
     (partial / "train-00077.bin").write_bytes(b"begun after the journal's last state")
-    done = make(rows, out, "json = rows._KINDS['json']\n"
-                           "def read(path, form, column, offset):\n"
-                           "    assert offset > 0\n"
-                           "    return json.rows(path, form, column, offset)\n"
-                           "rows._KINDS['json'] = json._replace(rows=read)")
+    done = make(rows, out)
     assert done.returncode == 0, done.stderr
-    assert "resuming after" in done.stderr
+    assert re.search("resuming after [1-9][0-9]* documents", done.stderr)
     assert files_of(out) == whole
     assert not partial.exists()
 
 
-def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monkeypatch):
-    out, rows = tmp_path / "out", Path(shutil.copy(rows, tmp_path))
-    killed = "token_files.TokenFilesWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
-    assert make(rows, out, killed).returncode == -signal.SIGKILL
-    before = files_of(tmp_path / ".out.partial")
-    monkeypatch.setattr(texts, "CHUNK_BYTES", SMALL["texts.CHUNK_BYTES"])
-    monkeypatch.setattr(token_files, "SHARD_TOKENS", SMALL["token_files.SHARD_TOKENS"])
-    arguments = (str(rows), "--out", str(out), "--tokenizer", "gpt2")
-    for more, message in (("--tokenizer bytes", "another tokenizer: gpt2 then, bytes now"),
-                          ("--val-share 0.1", "another val share: None then, 0.1 now")):
-        done = command(*arguments, *more.split())
-        assert done.returncode == 2
-        assert f"data.prepare: {out} was started with {message}; finish it with the same one" in done.stderr
-    rows.write_text(rows.read_text() + '{"text": "one more"}\n')
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert "another text of the source (its files have changed)" in done.stderr
-    assert files_of(tmp_path / ".out.partial") == before
-
-
-def test_what_is_weighted_goes_on_weighted(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "SHARD_TOKENS", 3)
-    vocabulary = token_files.Vocabulary("bytes", None, 257, 256)
-
-    def write(writer, at):
-        for split in token_files.SPLITS:
-            writer.write(split, np.arange(at, at + 5), np.arange(5) % 2, text_bytes=5, documents=1)
-
-    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
-        writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
-        write(writer, 0)
-        unfinished.state = {"start": None, "revision": None, "checksum": "", "replaced": 0, "skipped": {},
-                            "splits": writer.state()}
-        unfinished.commit_when_due(journal.COMMIT_BYTES)
-    left = unfinished.path / "train-00077.weights.bin"
-    left.write_bytes(b"begun after the journal's last state")
-    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
-        writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
-        assert not left.exists()
-        with pytest.raises(DataError, match="weights with all documents or with none"):
-            writer.write("train", np.arange(5), text_bytes=5, documents=1)
-        write(writer, 5)
-        writer.finish({"source": "some"})
-        unfinished.finish()
-    (tmp_path / "whole").mkdir()
-    with token_files.TokenFilesWriter(tmp_path / "whole", vocabulary) as writer:
-        for at in (0, 5):
-            write(writer, at)
-        writer.finish({"source": "some"})
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-    assert prepare.verify_files(tmp_path / "out")["weights"]
-
-
 @pytest.mark.thorough
-def test_a_text_longer_than_a_chunk_goes_on_within_it(gpt2, tmp_path):
+def test_a_text_longer_than_a_chunk_resumes_within_it(gpt2, tmp_path):
     (tmp_path / "text.txt").write_bytes("Some wörds and \xff more 中文。".encode("latin-1", "ignore") * 900)
     more = "--val-share 0.3 --encoding utf-8"  # otherwise too much of it is invalid
     assert make(tmp_path / "text.txt", tmp_path / "once", more=more).returncode == 0
-    killed = ("prepare._processes = lambda *_: 0\n"
-              "original, calls = tokenizers.encode_texts, []\n"
-              "def encode(*a):\n"
-              "    calls.append(0)\n"
-              "    if len(calls) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-              "    return original(*a)\n"
-              "tokenizers.encode_texts = encode")
-    assert make(tmp_path / "text.txt", tmp_path / "twice", killed, more=more).returncode < 0
+    assert make(tmp_path / "text.txt", tmp_path / "twice", before_write(5, KILL), more=more).returncode < 0
     assert json.loads((tmp_path / ".twice.partial" / "journal.json").read_text())["state"]["start"][1] > 0
     done = make(tmp_path / "text.txt", tmp_path / "twice", more=more)
     assert done.returncode == 0
@@ -384,20 +313,71 @@ def test_a_text_longer_than_a_chunk_goes_on_within_it(gpt2, tmp_path):
     assert "invalid UTF-8 sequences were read as U+FFFD" in done.stderr
 
 
+def test_other_settings_or_texts_do_not_resume(rows, gpt2, tmp_path, monkeypatch):
+    out, rows = tmp_path / "out", Path(shutil.copy(rows, tmp_path))
+    assert make(rows, out, f"token_files.TokenFilesWriter.finish = lambda *_, **__: {KILL}").returncode < 0
+    before = files_of(tmp_path / ".out.partial")
+    monkeypatch.setattr(texts, "CHUNK_BYTES", SMALL["texts.CHUNK_BYTES"])
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", SMALL["token_files.SHARD_TOKENS"])
+    arguments = (str(rows), "--out", str(out), "--tokenizer", "gpt2")
+    for more, message in (("--tokenizer bytes", "another tokenizer: gpt2 then, bytes now"),
+                          ("--val-share 0.1", "another val share: None then, 0.1 now")):
+        done = command(*arguments, *more.split())
+        assert done.returncode == 2
+        assert f"data.prepare: {out} was started with {message}" in done.stderr
+    rows.write_text(rows.read_text() + '{"text": "one more"}\n')
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert "another text of the source" in done.stderr
+    assert files_of(tmp_path / ".out.partial") == before
+
+
+def test_weights_resume_with_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 3)
+
+    def write(writer, at):
+        for split in token_files.SPLITS:
+            writer.write(split, np.arange(at, at + 5), np.arange(5) % 2, text_bytes=5, documents=1)
+
+    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
+        writer = unfinished.open_writer(token_files.TokenFilesWriter, VOCABULARY)
+        write(writer, 0)
+        unfinished.state = {"start": None, "revision": None, "checksum": "", "replaced": 0, "skipped": {},
+                            "splits": writer.state()}
+        unfinished.commit_when_due(journal.COMMIT_BYTES)
+    left = unfinished.path / "train-00077.weights.bin"
+    left.write_bytes(b"begun after the journal's last state")
+    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
+        writer = unfinished.open_writer(token_files.TokenFilesWriter, VOCABULARY)
+        assert not left.exists()
+        with pytest.raises(DataError, match="weights with all documents or with none"):
+            writer.write("train", np.arange(5), text_bytes=5, documents=1)
+        write(writer, 5)
+        writer.finish({"source": "some"})
+        unfinished.finish()
+    (tmp_path / "whole").mkdir()
+    with token_files.TokenFilesWriter(tmp_path / "whole", VOCABULARY) as writer:
+        for at in (0, 5):
+            write(writer, at)
+        writer.finish({"source": "some"})
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert prepare.verify_files(tmp_path / "out")["weights"]
+
+
 def test_no_process_outlives_the_one_that_started_it():
     script = ("import os, signal; from data import texts, tokenizers\n"
               "workers = tokenizers.Workers(tokenizers.load('bytes'), 1)\n"
               "chunks = texts.TextChunks([texts.TextChunk(b'text', False, True)])\n"
               "next(workers.encode([(chunks, 0)] * 2))\n"
-              "print(workers._started[0][0].pid, flush=True)\n"
+              "print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
               "os.kill(os.getpid(), signal.SIGKILL)")
-    # Its child inherits standard error: reading that to its end, which is given a minute, waits for both.
+    # Its child inherits standard error: reading that to its end, which may take a minute, waits for both.
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert int(done.stdout) > 0
 
 
-def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monkeypatch):
+def test_every_damaged_shard_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "SHARD_TOKENS", 7)
     out = tmp_path / "out"
     prepare.prepare(str(folder), "bytes", out, progress=False)
@@ -412,48 +392,25 @@ def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monke
     (out / "val-00000.bin").unlink()
     (out / "val-00005.bin").write_bytes(b"from elsewhere")
     done = command("--verify", "--out", str(out))
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    for part in ("train-00001.bin does not match its checksum",
-                 "train-00002.bin: expected 14 bytes, found 5",
-                 "val-00000.bin is missing; expected 8 bytes",
-                 "val-00005.bin: not in meta.json, perhaps from another tokenizer"):
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    with pytest.raises(DataError, match="prepare it again") as refused:
+        TokenFiles.open(out)
+    for part in ("train-00002.bin: expected 14 bytes, found 5", "val-00000.bin is missing; expected 8 bytes",
+                 "val-00005.bin: not in meta.json"):
         assert part in done.stderr
+        assert part in str(refused.value)
+    assert "train-00001.bin does not match its checksum" in done.stderr
     assert command("--verify", "--out", str(tmp_path / "nothing")).returncode == 2
     assert "--verify --out DIR" in command("--verify").stderr
 
 
-def test_verify_reads_the_weights_of_generated_corpora(tmp_path):
-    task = synthetic_tasks.parse("copy:length=16,documents=4,val_documents=2")
-    assert task is not None
-    task.write(tmp_path / "out")
-    assert prepare.verify_files(tmp_path / "out")["weights"]
-    weights = tmp_path / "out" / "val-00000.weights.bin"
-    as_written = weights.read_bytes()
-    for damage, message in ((as_written[:-1] + b"\1", " does not match its checksum"),
-                            (as_written[:-2], ": expected 34 bytes, found 32"), (None, " is missing; expected")):
-        weights.unlink() if damage is None else weights.write_bytes(damage)
-        with pytest.raises(DataError, match=rf"val-00000\.weights\.bin{message}"):
-            prepare.verify_files(tmp_path / "out")
-
-
-def test_a_vocabulary_that_is_not_the_named_one_is_told(folder, tmp_path):
+def test_another_vocabulary_of_the_same_name_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     meta = prepare.prepare(str(folder), "bytes", out, progress=False)
     (out / "meta.json").write_text(json.dumps(meta | {"tokenizer_fingerprint": "5" * 64}))
     for check in (lambda: prepare.verify_files(out), lambda: prepare.ensure(DataConfig(dir=str(out)))):
-        with pytest.raises(DataError, match=r"differs from that of bytes on this machine \(fingerprint 555555"):
+        with pytest.raises(DataError, match=r"differs from that of bytes .*\(fingerprint 555555"):
             check()
-
-
-def test_usage(folder, tmp_path):
-    for more, message in ((["--workers", "0"], "workers is 0; expected a number above 0 (--workers)"),
-                          (["--val-documents", "3"], "val_documents is 3; "),
-                          (["--column", "a"], "column is a, ")):
-        done = command(str(folder), "--out", str(tmp_path / "out"), *more)
-        assert done.returncode == 2
-        assert message in done.stderr
-    assert command(str(folder)).returncode == 2
 
 
 def test_the_encoding_of_a_text_is_named_by_a_flag_or_in_the_source(tmp_path, monkeypatch):
@@ -462,7 +419,7 @@ def test_the_encoding_of_a_text_is_named_by_a_flag_or_in_the_source(tmp_path, mo
     failed = command(str(path), "--out", str(tmp_path / "out"))
     assert failed.returncode == 1
     assert f"data.prepare: {path}: 94 sequences in " in failed.stderr
-    assert "such as latin-1, or with #encoding= after the source" in failed.stderr
+    assert "such as latin-1" in failed.stderr
     assert command(str(path), "--out", str(tmp_path / "out"), "--encoding", "latin-1").returncode == 0
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["encoding"] == "latin-1"
     read = bytes(token for split in ("train", "val") for token in ids(tmp_path / "out", split) if token < 256)
@@ -470,27 +427,15 @@ def test_the_encoding_of_a_text_is_named_by_a_flag_or_in_the_source(tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cached = prepare.ensure(DataConfig(source=f"{path}#encoding=latin-1"))
     assert ids(cached, "val") == ids(tmp_path / "out", "val")
-    done = command(str(path), "--out", str(tmp_path / "other"), "--encoding", "no")
-    assert done.returncode == 2
-    assert done.stderr.startswith("data.prepare: encoding is no: no such encoding; expected one that Python knows")
 
 
-def test_a_split_under_a_hundredth_of_the_tokens_is_told(tmp_path):
+def test_a_split_under_a_hundredth_of_the_tokens_is_reported(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "1234"}\n' * 380)
     done = command(str(path), "--out", str(tmp_path / "out"))
-    assert "note: val has 10 tokens of 2 documents, 0.53% of all; val_share of data.prepare sets another" in done.stderr
+    assert "note: val has 10 tokens of 2 documents, 0.53% of all; val_share of data.prepare" in done.stderr
     done = command(str(path), "--out", str(tmp_path / "more"), "--val-share", "0.01")
     assert "note: " not in done.stderr
-
-
-def test_a_long_row_does_not_go_to_val_as_a_whole(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"text": "a long row of words " * 5000}) + '\n{"text": "short"}\n')
-    splits = prepare.prepare(str(path), "bytes", tmp_path / "out", progress=False)["splits"]
-    assert (splits["train"]["documents"], splits["val"]["documents"]) == (2, 1)
-    assert splits["train"]["bytes"] + splits["val"]["bytes"] == 100_005
-    assert 4900 < splits["val"]["bytes"] < 5100
 
 
 def test_an_unwritable_place_is_named(folder, monkeypatch):
@@ -504,60 +449,70 @@ def test_the_command(folder, tmp_path):
                            str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
-    wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("data.prepare: data.tokenizer: no tokenizer 'byte'")
-    assert wrong.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
-    (["digits"], "digits is images; expected data.tokenizer pixels (--tokenizer)"),
-    (["digits", "--part", "1/2"], "digits is images; expected data.tokenizer pixels (--tokenizer)"),
-    *(([source, "--tokenizer", "pixels", "--part", "1/2"], "pixels is for images, which are prepared in one piece "
-       "(--part, --tokenizer)") for source in ("digits", "README.md")),
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["TEXTS"], "expected a source and --out DIR"),
+    (["TEXTS", "--out", "OUT", "--tokenizer", "byte"], "data.tokenizer: no tokenizer 'byte'"),
+    (["TEXTS", "--out", "OUT", "--workers", "0"], "workers is 0; expected a number above 0 (--workers)"),
+    (["TEXTS", "--out", "OUT", "--val-documents", "3"], "val_documents is 3; "),
+    (["TEXTS", "--out", "OUT", "--column", "a"], "column is a, "),
+    (["TEXTS", "--out", "OUT", "--encoding", "no"], "encoding is no: "),
+    (["digits", "--out", "OUT"], "data.source: digits is images; expected data.tokenizer pixels (--tokenizer)"),
+    (["digits", "--out", "OUT", "--part", "1/2"], "data.source: digits is images; expected data.tokenizer pixels"),
+    (["README.md", "--out", "OUT", "--tokenizer", "pixels", "--part", "1/2"],
+     "part is 1/2, but data.tokenizer pixels is for images"),
+    *((["TEXTS", "--out", "OUT", f"--part={part}"], f"part is {part}; expected NUMBER/PARTS")
+      for part in ("0/3", "4/3", "3", "a/b", "1/0", "-1/3")),
+    (["TEXTS", "--part", "1/2"], "--part 1/2 requires --out DIR"),
+    (["--join", "OUT", "--part", "1/2"], "--part, --join and --verify"),
+    (["TEXTS", "--join", "OUT"], "--join OUT needs no source"),
 ])
-def test_the_command_names_its_own_flags(tmp_path, capsys, arguments, told):
-    assert prepare.main([*arguments, "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.endswith(f"{told}\n")
+def test_a_command_that_cannot_be_run_names_its_flags(folder, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    done = command(*(str(folder) if word == "TEXTS" else word for word in arguments))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"data.prepare: {message}")
+    assert sorted(tmp_path.iterdir()) == before
 
 
-def test_ensure_prepares_once_and_again_when_the_text_changes(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["texts", "images", "task"])
+def test_ensure_prepares_once_and_again_when_the_source_changes(folder, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = DataConfig(source=str(folder))
+    if kind == "images":
+        for number in range(3):
+            (folder / f"{number}.png").write_bytes(png(np.full((2, 2), number, np.uint8)))
+    data = DataConfig(source="copy:length=16,documents=3,val_documents=2" if kind == "task" else str(folder),
+                      tokenizer="pixels" if kind == "images" else "bytes")
     first = prepare.ensure(data)
     assert tmp_path / "cache" / "lineargpt" / "data" == first.parent
     written = (first / "meta.json").stat().st_mtime_ns
     assert prepare.ensure(data) == first
     assert (first / "meta.json").stat().st_mtime_ns == written
-    (folder / "c.txt").write_text("another third text")
-    assert prepare.ensure(data) != first
+    if kind != "task":
+        (folder / "c.txt").write_text("another third text")
+        assert prepare.ensure(data) != first
 
 
 def test_of_two_processes_one_prepares_and_both_get_it(folder, tmp_path):
-    script = ("from configs.schema import DataConfig; from data import prepare\n"
-              "import sys; from pathlib import Path; original = prepare._write\n"
-              "def write(*a, **k):\n"
-              "    Path(sys.argv[2]).open('a').write('prepared\\n'); return original(*a, **k)\n"
-              "prepare._write = write\n"
-              "print(prepare.ensure(DataConfig(source=sys.argv[1])))")
+    script = ("from configs.schema import DataConfig; from data import prepare; import sys\n"
+              "found = prepare.ensure(DataConfig(source=sys.argv[1]))\n"
+              "print(found, (found / 'meta.json').stat().st_ino)")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    processes = [subprocess.Popen([sys.executable, "-c", script, str(folder), str(tmp_path / "log")], cwd=ROOT,
-                                  env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=ROOT, env=environment,
+                                  stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first, second = (process.communicate(timeout=60)[0] for process in processes)
     assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0] == outputs[1]
-    assert (tmp_path / "log").read_text() == "prepared\n"
-    TokenFiles.open(outputs[0].strip())
+    assert first == second
+    TokenFiles.open(first.split()[0])
 
 
-def test_data_dir_without_token_files_says_how_to_make_them(tmp_path):
-    data = DataConfig(source="some/dataset", dir=str(tmp_path / "tokens"), tokenizer="gpt2")
-    with pytest.raises(ConfigError, match=r"python -m data\.prepare some/dataset --tokenizer gpt2 --out .*tokens"):
+def test_data_dir_without_token_files_or_of_another_tokenizer(folder, tmp_path):
+    data = DataConfig(source="some/dataset", dir=str(tmp_path / "out"), tokenizer="gpt2")
+    with pytest.raises(ConfigError, match=r"python -m data\.prepare some/dataset --tokenizer gpt2 --out .*out"):
         prepare.ensure(data)
-
-
-def test_data_dir_of_another_tokenizer_names_both(folder, tmp_path):
     prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
     assert prepare.ensure(DataConfig(dir=str(tmp_path / "out"))) == tmp_path / "out"
     with pytest.raises(ConfigError, match=r"data\.tokenizer is gpt2, but .* has tokens of bytes"):
-        prepare.ensure(DataConfig(dir=str(tmp_path / "out"), tokenizer="gpt2"))
+        prepare.ensure(data)

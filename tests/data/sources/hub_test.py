@@ -12,42 +12,42 @@ import pytest
 
 from data import texts
 from data.sources import hub, open_source
-from data.sources.source import Selection
+from data.sources.source import EVERYTHING, Selection
 from support.errors import ConfigError, DataError
-from tests.data.sources.made import check_starts, documents, pack, rows_of, write_jsonl
+from tests.data.sources.source_files import check_starts, documents, pack, rows_of, write_jsonl
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_datasets_can_be_read_from_every_place_they_name(tmp_path, monkeypatch):
+def test_every_place_of_a_dataset_is_a_start(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
     monkeypatch.setattr(texts, "CHUNK_BYTES", 80)
-    monkeypatch.setattr(hub, "_BATCH_ROWS", 13)
+    monkeypatch.setattr(hub, "BATCH_ROWS", 13)
     for split, count in {"train": 50, "validation": 20}.items():
         table = pyarrow.table({"text": [f"{split} {row}" for row in range(count)], "id": list(range(count))})
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet", row_group_size=11)
     check_starts(open_source(str(tmp_path)), 70, 12)
-    check_starts(hub.open_dataset("x", "", Selection(), str(tmp_path)), 70, 11)
+    check_starts(hub.open_dataset("x", "", EVERYTHING, str(tmp_path)), 70, 11)
 
 
-def test_folders_of_save_to_disk_are_read_through_datasets(tmp_path):
+def test_folders_of_save_to_disk(tmp_path):
     import datasets
 
     train = datasets.Dataset.from_dict({"Text": [f"row {row}" for row in range(1000)], "id": range(1000)})
     train.select(range(999, 99, -1)).save_to_disk(tmp_path / "one", num_shards=2)
     (tmp_path / "one" / "README.md").write_text("# A card")
     source = open_source(str(tmp_path / "one"))
-    assert [text.decode() for _, text in source.documents()] == [f"row {row}" for row in range(999, 99, -1)]
+    assert [text.decode() for _, text in documents(source)] == [f"row {row}" for row in range(999, 99, -1)]
     check_starts(source, 900, 4)
     datasets.DatasetDict({"train": train.select(range(5)), "validation": train.select([7])}).save_to_disk(
         tmp_path / "several")
     assert documents(str(tmp_path / "several")) == [
         *(("train", b"row %d" % row) for row in range(5)), ("val", b"row 7")]
-    with pytest.raises(ConfigError, match=r"one has no column 'body'; choose one of Text as column"):
+    with pytest.raises(ConfigError, match="'body'; choose one of Text"):
         documents(str(tmp_path / "one"), column="body")
-    with pytest.raises(ConfigError, match=rf"has a folder of save_to_disk, {tmp_path}/one; give that folder"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/one; give that folder"):
         open_source(str(tmp_path))
 
 
@@ -60,49 +60,43 @@ def test_chats_and_categories_of_datasets(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": "x"}]] * 3, "Text": coded}),
                                 tmp_path / "rows.parquet")
     assert [text for _, text in documents(str(tmp_path))] == [b"a", b"b", b"a"]
-    with pytest.raises(ConfigError, match="has chat messages in the column 'messages', which are not supported"):
+    with pytest.raises(ConfigError, match="chat messages in the column 'messages'"):
         documents(str(tmp_path), column="messages")
 
 
-def test_the_code_that_reads_the_hub_reads_packed_json(tmp_path):
-    for suffix in ("zst", "gz"):
-        pack(tmp_path / f"rows.json.{suffix}", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}\n')
-        files = str(tmp_path / f"rows.json.{suffix}")
-        source = hub.open_dataset("x", "", Selection(val_documents=1), "json", data_files=files)
-        (block,) = source.blocks()
-        assert rows_of(block) == ([b"a", b"b"], {"empty": 0, "not_text": 1, "no_column": 0})
-
-
-def test_a_dataset_whose_column_changes_its_type_late_is_not_read_in_quotes(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "word"}] * 200 + [{"text": 5}])
-    source = hub.open_dataset("some/set", "", Selection(), "json", data_files=path, chunksize=1000)
-    with pytest.raises(DataError, match=r"some/set: reading failed after \d+ documents: .*changed from string"):
-        assert {document.text for document in source.documents()} == {b"word"}
-
-
-def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path):
-    (tmp_path / "en").mkdir()
-    (tmp_path / "de").mkdir()
+def test_configurations_splits_and_columns_that_a_dataset_lacks(tmp_path):
     for language in ("en", "de"):
+        (tmp_path / language).mkdir()
         write_jsonl(tmp_path / language / "rows.jsonl", [{"text": language}])
     (tmp_path / "README.md").write_text("---\nconfigs:\n" + "".join(
         f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de")) + "---\n")
 
     def read(*args, **options):
-        return list(hub.open_dataset("x", "", Selection(**options), str(tmp_path), *args).documents())
+        return documents(hub.open_dataset("x", "", Selection(**options), str(tmp_path), *args))
 
-    assert [document.text for document in read("en")] == [b"e", b"n"]
+    assert [text for _, text in read("en")] == [b"e", b"n"]
     assert documents(f"{tmp_path}:de#column=text", val_documents=2) == [("val", b"de")]
-    with pytest.raises(ConfigError, match="has several configurations; choose one as ID:CONFIG: en, de"):
-        documents(str(tmp_path))
-    with pytest.raises(ConfigError, match="x has no configuration 'fr'; it has en, de"):
-        read("fr")
-    with pytest.raises(ConfigError, match="x has several configurations; choose one as ID:CONFIG: en, de"):
-        read()
-    with pytest.raises(ConfigError, match="x has no split 'test'; it has train"):
-        read("en", split="test")
-    with pytest.raises(ConfigError, match="x has no column 'body'; choose one of text"):
-        read("en", column="body")
+    for args, options, message in (((), {}, "several configurations; .*: en, de"),
+                                   (("fr",), {}, "no configuration 'fr'; it has en, de"),
+                                   (("en",), {"split": "test"}, "no split 'test'; it has train"),
+                                   (("en",), {"column": "body"}, "no column 'body'; choose one of text")):
+        with pytest.raises(ConfigError, match=message):
+            read(*args, **options)
+
+
+def test_packed_json_of_the_hub(tmp_path):
+    for suffix in ("zst", "gz"):
+        pack(tmp_path / f"rows.json.{suffix}", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}\n')
+        files = str(tmp_path / f"rows.json.{suffix}")
+        (block,) = hub.open_dataset("x", "", Selection(val_documents=1), "json", data_files=files).blocks()
+        assert rows_of(block) == ([b"a", b"b"], {"empty": 0, "not_text": 1, "no_column": 0})
+
+
+def test_a_dataset_whose_column_changes_its_type_late_is_not_read_in_quotes(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "word"}] * 200 + [{"text": 5}])
+    source = hub.open_dataset("some/set", "", EVERYTHING, "json", data_files=path, chunksize=1000)
+    with pytest.raises(DataError, match=r"some/set: .* after \d+ documents: .*changed from string"):
+        documents(source)
 
 
 def hub_command(endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess:
@@ -115,15 +109,13 @@ def hub_command(endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess:
 
 def test_without_network_a_dataset_id_ends_in_one_line(tmp_path):
     done = hub_command("http://127.0.0.1:9", tmp_path)
-    assert done.returncode == 1
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "data.prepare: someone/something: no such file or folder" in done.stderr
-    assert "JSON-lines or Parquet" in done.stderr
-    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("script", [False, True])
-def test_a_dataset_of_the_hub_is_read_at_the_revision_it_was_begun_at(monkeypatch, script):
+def test_a_dataset_of_the_hub_is_read_at_the_revision_of_its_begin(monkeypatch, script):
     """Also for a dataset with a script: the Hub's Parquet copy has its own revisions."""
     import huggingface_hub
 
@@ -137,23 +129,23 @@ def test_a_dataset_of_the_hub_is_read_at_the_revision_it_was_begun_at(monkeypatc
 
     asked = []
 
-    def load(source, args, **options):
+    def load(*args, **options):
         asked.append((args, options))
         raise LookupError
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    monkeypatch.setattr(hub, "_load", load)
+    monkeypatch.setattr("datasets.load_dataset_builder", load)
     opened = open_source("some/set:en")
     assert opened.pin is not None
     for begun, expected in ((None, "copy-2" if script else "main-2"), ("copy-1", "copy-1")):
         pinned = opened.pin(begun)
         assert (pinned.version, pinned.licence) == (expected, "mit, x")
-        with pytest.raises(LookupError):
+        with pytest.raises(DataError):
             next(pinned.blocks())
         assert asked.pop() == ((("some/set",), {"revision": expected, "data_dir": "en"}) if script else
                                (("some/set", "en"), {"revision": expected}))
     if script:
-        with pytest.raises(ConfigError, match="some/set has several configurations; choose one as ID:CONFIG: de, en"):
+        with pytest.raises(ConfigError, match=r"some/set has several configurations; .*: de, en"):
             open_source("some/set").pin(None)  # pyright: ignore[reportOptionalCall]
 
 
@@ -175,6 +167,5 @@ def test_an_unknown_dataset_id_is_a_usage_error(tmp_path):
     finally:
         server.shutdown()
         server.server_close()
-    assert done.returncode == 2
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no Hugging Face dataset 'someone/something'" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -21,6 +21,7 @@ from data.sources.images import (
     read_images,
     source_state,
 )
+from data.sources.source import Selection
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
 from tests.edited import contents
@@ -97,22 +98,33 @@ def test_idx_files(tmp_path, suffix):
     np.testing.assert_array_equal(found.splits["test"], GREYS[20:])
 
 
-def test_damaged_idx_files(tmp_path):
+@pytest.mark.fast
+def test_damaged_and_too_large_idx_files_are_named(tmp_path, monkeypatch):
     plain, packed = tmp_path / "train-images-idx3-ubyte", tmp_path / "t10k-images-idx3-ubyte.gz"
+    monkeypatch.setattr("data.sources.images.MOST_UNPACKED", 1_000)
+
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(DataError, match=f"{path.name} {message}"):
+            read_idx(path)
+
     write_idx(plain, GREYS[..., 0])
     plain.write_bytes(plain.read_bytes()[:-1])
-    with pytest.raises(DataError, match="idx3-ubyte has 359 bytes of pixels; expected 360 for 30 images of 4 × 3"):
-        read_idx(plain)
+    refused(plain, "has 359 bytes of pixels; expected 360 for 30 images of 4 × 3")
+    write_idx(plain, GREYS[:0, ..., 0])
+    refused(plain, "holds no images")
+    plain.write_bytes(b"\0\0\x08\x01" + bytes(20))  # of labels
+    refused(plain, "is not an IDX file of images")
     write_idx(packed, GREYS[..., 0])
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"idx3-ubyte\.gz is truncated or damaged"):
-        read_idx(packed)
-    write_idx(plain, GREYS[:0, ..., 0])
-    with pytest.raises(DataError, match="holds no images"):
-        read_idx(plain)
-    plain.write_bytes(b"\0\0\x08\x01" + bytes(20))  # of labels
-    with pytest.raises(DataError, match="not an IDX file of images; expected unsigned bytes in three dimensions"):
-        read_idx(plain)
+    refused(packed, "is truncated or damaged")
+    packed.write_bytes(gzip.compress(b"\0\0\x08\x03" + struct.pack(">3I", 1, 2_049, 2_049)))
+    refused(packed, "has images of 2,049 × 2,049 pixels; expected at most 4,194,304")
+    write_idx(packed, np.zeros((100, 100, 100), np.uint8))
+    refused(packed, f"of {packed.stat().st_size:,} bytes unpacks to more than {200 * packed.stat().st_size:,}")
+    write_idx(packed, GREYS[:5, ..., 0])
+    assert read_idx(packed).shape == (5, 4, 3, 1)
+    packed.write_bytes(packed.read_bytes() + gzip.compress(bytes(1_000)))
+    refused(packed, "has more bytes of pixels; expected 60 for 5 images of 4 × 3")
 
 
 def test_cifar_batches_need_no_labels(tmp_path):
@@ -125,24 +137,19 @@ def test_cifar_batches_need_no_labels(tmp_path):
     np.testing.assert_array_equal(found.splits["test"], images[10:])
 
 
-def test_parquet_has_its_column_of_images_by_any_name(tmp_path):
-    write_parquet(tmp_path / "a", "image")
-    write_parquet(tmp_path / "b", "img")
-    for name in "ab":
-        np.testing.assert_array_equal(read_images(str(tmp_path / name)).splits["test"], COLOURS[20:])
-
-
-def test_the_splits_of_parquet_have_one_mode_and_all_images(tmp_path):
+def test_parquet_has_one_column_of_images_of_any_name_and_one_mode(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    write_parquet(tmp_path / "a")
-    path = tmp_path / "a" / "test-00000-of-00001.parquet"
-    for image, said in ((png(GREYS[0], "1"), "test of .*: image 1 has 4 × 3 pixels, grey, 2 levels; expected 4 × 3"),
-                        (None, "test of .*: image 1: there is no image")):
+    for column in ("image", "img"):
+        write_parquet(tmp_path / column, column)
+        np.testing.assert_array_equal(read_images(str(tmp_path / column)).splits["test"], COLOURS[20:])
+    path = tmp_path / "image" / "test-00000-of-00001.parquet"
+    for image, message in ((png(GREYS[0], "1"), "image 1 has 4 × 3 pixels, grey, 2 levels; expected 4 × 3"),
+                           (None, "image 1: there is no image")):
         pyarrow.parquet.write_table(pyarrow.table({"image": [{"bytes": image, "path": None}]}), path)
-        with pytest.raises(DataError, match=said):
-            read_images(str(tmp_path / "a"))
+        with pytest.raises(DataError, match=rf"test of .*: {message}"):
+            read_images(str(tmp_path / "image"))
 
 
 def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
@@ -157,11 +164,14 @@ def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
     np.testing.assert_array_equal(read_images("ylecun/mnist").splits["train"], COLOURS[:20])
 
 
-def test_digits():
+def test_digits(monkeypatch):
     found = read_images("digits")
     assert {split: pixels.shape for split, pixels in found.splits.items()} == {
         "train": (1600, 8, 8, 1), "test": (197, 8, 8, 1)}
     assert (found.levels, max(pixels.max() for pixels in found.splits.values())) == (17, 16)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ConfigError, match="digits requires the package scikit-learn"):
+        read_images("digits")
 
 
 def test_a_folder_without_test_has_images_of_all_kinds_in_val(tmp_path):
@@ -202,59 +212,24 @@ def test_an_image_that_unpacks_to_too_many_pixels_is_named(tmp_path, side):
         read_images(str(tmp_path / "source"))
 
 
-@pytest.mark.fast
-def test_idx_files_that_unpack_to_too_much_are_named(tmp_path, monkeypatch):
-    path = tmp_path / "train-images-idx3-ubyte.gz"
-    path.write_bytes(gzip.compress(b"\0\0\x08\x03" + struct.pack(">3I", 1, 2_049, 2_049)))
-    with pytest.raises(DataError, match=r"idx3-ubyte\.gz has images of 2,049 × 2,049 pixels; expected at most 4"):
-        read_idx(path)
-    monkeypatch.setattr("data.sources.images.MOST_UNPACKED", 1_000)
-    write_idx(path, np.zeros((100, 100, 100), np.uint8))
-    size = path.stat().st_size
-    with pytest.raises(DataError, match=rf"idx3-ubyte\.gz of {size:,} bytes unpacks to more than {200 * size:,}"):
-        read_idx(path)
-    write_idx(path, GREYS[:5, ..., 0])
-    assert read_idx(path).shape == (5, 4, 3, 1)
-    path.write_bytes(path.read_bytes() + gzip.compress(bytes(1_000)))
-    with pytest.raises(DataError, match="has more bytes of pixels; expected 60 for 5 images of 4 × 3"):
-        read_idx(path)
-
-
-def test_folders_and_sources_that_have_no_images(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(DataError, match=r"no images in the folder .*; expected IDX files"):
-        read_images(str(tmp_path))
+def test_folders_and_sources_that_have_no_images(tmp_path):
+    (tmp_path / "text").mkdir()
     write_pngs(tmp_path / "broken", GREYS[:2])
     (tmp_path / "broken" / "000.png").write_bytes(png(GREYS[0])[:50])
-    with pytest.raises(DataError, match=r"000\.png cannot be read"):
-        read_images(str(tmp_path / "broken"))
     write_pngs(tmp_path / "only" / "test", GREYS[:2])
-    with pytest.raises(DataError, match="images of test, but none of train"):
-        read_images(str(tmp_path / "only"))
+    for folder, message in (("text", "no images in the folder"), ("broken", r"000\.png cannot be read"),
+                            ("only", "images of test, but none of train")):
+        with pytest.raises(DataError, match=message):
+            read_images(str(tmp_path / folder))
     for source in ("digit", "./none", "/no/such/folder"):
-        with pytest.raises(ConfigError, match=f"no folder '{source}'; with the tokenizer pixels, expected digits, a "):
+        with pytest.raises(ConfigError, match=f"no folder '{source}'; .* expected digits"):
             ensure(DataConfig(source=source, tokenizer="pixels"))
     with pytest.raises(ConfigError, match=r"digits is images; expected data\.tokenizer pixels"):
         ensure(DataConfig(source="digits", tokenizer="bytes"))
-    with pytest.raises(ConfigError, match=r"val_share is 0\.1, but digits is images, whose splits are fixed"):
-        prepare.prepare("digits", "pixels", tmp_path / "tokens", val_share=0.1)
+    with pytest.raises(ConfigError, match=r"val_share is 0\.1, but digits is images"):
+        prepare.prepare("digits", "pixels", tmp_path / "tokens", Selection(val_share=0.1))
     with pytest.raises(ConfigError, match="the tokenizer pixels is of images"):
         tokenizers.load("pixels")
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ConfigError, match=r"digits requires the package scikit-learn, .* install the extra images"):
-        read_images("digits")
-
-
-def test_images_are_prepared_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_pngs(tmp_path / "source", GREYS)
-    data = DataConfig(source=str(tmp_path / "source"), tokenizer="pixels")
-    directory = ensure(data)
-    modified = (directory / "meta.json").stat().st_mtime_ns
-    assert ensure(data) == directory
-    assert (directory / "meta.json").stat().st_mtime_ns == modified
-    with pytest.raises(ConfigError, match=r"data\.tokenizer is bytes, but .* has tokens of pixels"):
-        ensure(DataConfig(dir=str(directory)))
 
 
 def test_the_histogram_of_each_pixel_is_counted_one_by_one():

@@ -6,26 +6,27 @@ import json
 import pytest
 
 from data.sources import open_source
+from data.sources.source import Selection
 from support.errors import ConfigError
-from tests.data.sources.made import documents, write_jsonl, write_parquet
+from tests.data.sources.source_files import documents, write_jsonl, write_parquet
 
 
-def test_a_folder_of_rows_says_what_it_leaves_out_and_reads_nothing_hidden(tmp_path):
+def test_a_folder_of_rows_names_what_it_leaves_out_and_reads_nothing_hidden(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
     (tmp_path / "._a.jsonl").write_bytes(b"\0\5 of another system")
     (tmp_path / ".cache.parquet").touch()
     assert open_source(str(tmp_path)).notes == ()
-    for name in ("big.txt", "more.csv"):
-        (tmp_path / name).write_text("text")
+    for name in ("big.txt", "more.csv", "dataset_infos.json"):
+        (tmp_path / name).write_text('{"default":\n {"features": {}}}')
     opened = open_source(str(tmp_path))
-    assert opened.notes == (f"{tmp_path} is read as rows; left out (2): big.txt, more.csv",)
-    assert [text for _, text in opened.documents()] == [b"a", b"b"]
+    assert opened.notes == (f"{tmp_path} is read as rows; left out (3): big.txt, dataset_infos.json, more.csv",)
+    assert [text for _, text in documents(opened)] == [b"a", b"b"]
     write_parquet(tmp_path / "c.parquet", [b"c"])
-    with pytest.raises(ConfigError, match=r"has both JSON-lines and Parquet files; .* '.*/\*\*/\*\.parquet'"):
+    with pytest.raises(ConfigError, match=r"both JSON-lines and Parquet files; .*/\*\*/\*\.parquet"):
         open_source(str(tmp_path))
 
 
-def test_folder_glob_and_file_take_one_way(tmp_path):
+def test_a_folder_a_glob_and_a_file_give_the_same_rows(tmp_path):
     rows = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
     contents = {"csv": "text\na\nb\nc\n", "json": json.dumps(rows),
                 "JSONL": "".join(json.dumps(row) + "\n" for row in rows)}
@@ -37,15 +38,6 @@ def test_folder_glob_and_file_take_one_way(tmp_path):
         for source in (folder, f"{folder}/*.{suffix}", folder / f"rows.{suffix}"):
             assert [text for _, text in documents(str(source))] == [b"a", b"b", b"c"]
         assert open_source(str(folder)).notes == (f"{folder} is read as rows; left out (1): README.md",)
-
-
-def test_files_about_rows_are_left_out(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
-    for name in ("dataset_infos.json", "other.json"):
-        (tmp_path / name).write_text('{"default":\n {"features": {}}}')
-    opened = open_source(str(tmp_path))
-    assert [text for _, text in opened.documents()] == [b"a", b"b"]
-    assert opened.notes == (f"{tmp_path} is read as rows; left out (2): dataset_infos.json, other.json",)
 
 
 def test_a_folder_of_texts_stays_one_with_some_json_csv_and_packed_files(tmp_path):
@@ -69,17 +61,28 @@ def test_linked_folders_are_read_once(tmp_path):
     assert [text for _, text in documents(str(tmp_path / "here"))] == [b"text a", b"text b", b"text c"]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"val_share": 1.5}, "val_share is 1.5; expected a fraction between 0 and 1"),
-    ({"val_documents": 0}, "val_documents is 0; expected a number above 0"),
-    ({"val_documents": 1, "val_share": 0.1}, "are mutually exclusive"),
-    ({"val_documents": 1}, "is a single document"),
-    ({"column": "body"}, "a.txt is text and has no column"),
+@pytest.mark.parametrize(("name", "selection", "message"), [
+    ("a.txt", {"val_share": 1.5}, "val_share is 1.5; expected"),
+    ("a.txt", {"val_documents": 0}, "val_documents is 0; expected"),
+    ("a.txt", {"val_documents": 1, "val_share": 0.1}, "mutually exclusive"),
+    ("a.txt", {"val_documents": 1}, "is a single document"),
+    ("a.txt", {"column": "body"}, "a.txt is text and has no column"),
+    ("a.parquet", {"encoding": "latin-1"}, r"encoding is latin-1, .*a\.parquet is Parquet"),
+    ("no/such/file", {}, "no file or folder 'no/such/file'"),
+    ("missing.txt", {}, "no file or folder 'missing.txt'"),
+    ("./nothing", {}, "no file or folder './nothing'"),
+    ("python-stdlb", {}, "perhaps you meant python-stdlib"),
+    ("empty.txt", {}, r"empty\.txt is empty"),
+    ("empty", {}, "no text in the folder empty"),
 ])
-def test_options_that_do_not_fit_a_text(tmp_path, options, message):
+def test_names_and_options_that_do_not_fit(tmp_path, monkeypatch, name, selection, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty").mkdir()
+    write_parquet(tmp_path / "a.parquet", [b"a", b"b"])
     with pytest.raises(ConfigError, match=message):
-        open_source(str(tmp_path / "a.txt"), **options)
+        open_source(name, Selection(**selection))
 
 
 def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
@@ -93,29 +96,4 @@ def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
         with pytest.raises(ConfigError, match=message):
             open_source(f"{tmp_path}/{name}")
     with pytest.raises(ConfigError, match=r"the column in .* differs from column b"):
-        open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
-
-
-def test_parquet_has_no_encoding(tmp_path):
-    write_parquet(tmp_path / "a.parquet", [b"a", b"b"])
-    with pytest.raises(ConfigError, match=r"encoding is latin-1, .*a\.parquet is Parquet and has no encoding"):
-        open_source(str(tmp_path / "a.parquet"), encoding="latin-1")
-
-
-@pytest.mark.parametrize(("name", "message"), [
-    ("no/such/file", "no file or folder 'no/such/file'"),
-    ("./nothing", "no file or folder"),
-    ("missing.txt", "no file or folder 'missing.txt'"),
-    ("python-stdlb", "perhaps you meant python-stdlib"),
-])
-def test_names_of_nothing(name, message):
-    with pytest.raises(ConfigError, match=message):
-        open_source(name)
-
-
-def test_empty_file_and_folder(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ConfigError, match=r"empty\.txt is empty"):
-        open_source(str(tmp_path / "empty.txt"))
-    with pytest.raises(ConfigError, match="no text in the folder"):
-        open_source(str(tmp_path))
+        open_source(f"{tmp_path}/a.jsonl#column=a", Selection(column="b"))

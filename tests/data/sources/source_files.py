@@ -11,11 +11,22 @@ from typing import Any
 
 from data import texts
 from data.sources import open_source
-from data.sources.source import Block, Source
+from data.sources.source import Block, Selection, Source
 
 
-def documents(source: str, **options) -> list[tuple[str, bytes]]:
-    return list(open_source(source, **options).documents())
+def documents(source: str | Source, **selection: Any) -> list[tuple[str, bytes]]:
+    """Split and text of each document."""
+    opened = open_source(source, Selection(**selection)) if isinstance(source, str) else source
+    found, parts = [], []
+    for block in opened.blocks():
+        chunks = block.texts.chunks if isinstance(block.texts, texts.TextChunks) else [
+            texts.TextChunk(text, None, True) for text in rows_of(block)[0]]
+        for chunk, val in zip(chunks, opened.selection.held_out(block, len(found), len(chunks)), strict=True):
+            parts.append(chunk.text)
+            if chunk.ends_document:
+                found.append(("val" if val else "train", b"".join(parts)))
+                parts = []
+    return found
 
 
 def rows_of(block: Block) -> tuple[list[bytes], dict[str, int]]:
@@ -49,6 +60,7 @@ def pack(path: Path, text: bytes) -> None:
 
 
 def check_starts(source: Source, count: int, least: int) -> None:
+    """A source of so many rows, in at least so many blocks, can be read from every place that it names."""
     def texts_of(blocks) -> list:
         return [(block.held_out, text) for block in blocks for text in rows_of(block)[0]]
 
