@@ -13,7 +13,7 @@ import numpy as np
 from comparison.remarks import data_differs
 from comparison.runs import Run, Setup, group_by
 from comparison.statistics import CONFIDENCE, mean_interval
-from comparison.wording import Mean, compare_many, compare_two, interval_text, listed
+from comparison.wording import Losses, compare_many, compare_two, interval_text, listed
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
             found = [(other, pair := pair.reversed())]
         interval = pair.interval()
         note = interval and f"{interval_text(interval)} over {len(pair.seeds)} seeds of {pair.windows:,} windows each"
-        text = compare_two(opening, "val loss", Mean(best.label, float(np.mean(pair.a))),
-                      Mean(other.label, float(np.mean(pair.b))), shown=pair.is_shown(), interval=note)
+        text = compare_two(opening, "val loss", Losses(best.label, pair.a), Losses(other.label, pair.b),
+                      shown=pair.is_shown(), interval=note)
     else:
         confidence = 1 - (1 - CONFIDENCE) / len(found)
-        text = compare_many(opening, "val loss", Mean(best.label, means[best.label]),
-                       [(Mean(other.label, means[other.label]),
+        text = compare_many(opening, "val loss", Losses(best.label, [means[best.label]]),
+                       [(Losses(other.label, [means[other.label]]),
                          pair.is_shown(confidence) and pair.mean > 0) for other, pair in found])
     return [" ".join([text, *(missing_text(pair, best.label, other.label) for other, pair in found
                               if any(pair.missing))])]

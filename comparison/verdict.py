@@ -11,7 +11,7 @@ from comparison.paired import paired_sentences
 from comparison.remarks import data_differs, devices_differ, tokenizers_differ
 from comparison.runs import Run, Setup, group, group_by
 from comparison.statistics import CONFIDENCE, welch_interval
-from comparison.wording import Mean, compare_many, compare_two, interval_text, listed, versus
+from comparison.wording import Losses, compare_many, compare_two, interval_text, listed, versus
 
 SCHEDULES_ALIKE = 0.1
 """Maximum difference of learning rates, as fractions of their peaks, that is not mentioned."""
@@ -128,19 +128,19 @@ def _evaluated_too_late(counted: Mapping[str, tuple[Sequence[Setup], float]], qu
     if not reached:
         return []
     setups, _ = counted["step"]
-    best, *others = sorted((Losses(setup, tuple(float(run.curve("step", "val", quantity)[1][-1]) for run in setup.runs))
+    best, *others = sorted((Losses(setup.label, [run.curve("step", "val", quantity)[1][-1] for run in setup.runs])
                             for setup in setups), key=lambda losses: losses.mean)
-    ends = {losses.setup.label: {axis: float(np.mean([run.end(axis) for run in losses.setup.runs])) for axis in PLACES}
-            for losses in (best, *others)}
-    last_losses = [f"{losses.wording} ({', '.join(style.format(ends[losses.setup.label][axis])
-                                        for axis, (_, _, style) in PLACES.items())})" for losses in (best, *others)]
+    ends = {setup.label: {axis: float(np.mean([run.end(axis) for run in setup.runs])) for axis in PLACES}
+            for setup in setups}
+    last_losses = [f"{losses} ({', '.join(style.format(ends[losses.label][axis])
+                                for axis, (_, _, style) in PLACES.items())})" for losses in (best, *others)]
     text = f"Last val {'losses' if quantity == 'loss' else 'bits per byte'}: {listed(last_losses)}."
     confidence = 1 - (1 - CONFIDENCE) / len(others)
-    beaten = [other.setup.label for other in others if _is_lower(best, other, confidence) and all(
-        ends[best.setup.label][axis] < ends[other.setup.label][axis] for axis in counted)]
+    beaten = [other.label for other in others if _is_lower(best, other, confidence) and all(
+        ends[best.label][axis] < ends[other.label][axis] for axis in counted)]
     if beaten:
         fewer = " and ".join(FEWER[axis] for axis in counted)
-        text += f" {best.setup.label} is lower than {listed(beaten)} after {fewer}."
+        text += f" {best.label} is lower than {listed(beaten)} after {fewer}."
     return [text, f"Evaluate more often, such as with --train.eval-every {max(1, int(min(reached)) // 2)}."]
 
 
@@ -158,9 +158,10 @@ def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -
     if none:
         has = "has" if len(none) == 1 else "have"
         return f"No comparison at equal {name}: {listed(none)} {has} no {what} at {place}."
-    best, *others = sorted((Losses(setup, tuple(loss for run in setup.runs if (loss := losses[run.name]) is not None))
+    best, *others = sorted((Losses(setup.label, [loss for run in setup.runs if (loss := losses[run.name]) is not None])
                             for setup in setups), key=lambda losses: losses.mean)
-    crossings = [_crossing(axis, where, best.setup, other.setup, quantity) for other in others]
+    by_label = {setup.label: setup for setup in setups}
+    crossings = [_crossing(axis, where, by_label[best.label], by_label[other.label], quantity) for other in others]
     if len(others) == 1:
         return _compare_two(best, others[0], what, place, crossings[0], style) + _schedules(axis, where, setups)
     return _compare_many(best, others, what, place, crossings, short) + _schedules(axis, where, setups)
@@ -191,22 +192,6 @@ def _is_bounded_alike(axis: str, setups: Sequence[Setup]) -> bool:
     return by_time == (axis == "train_seconds") and len({one.get(end) for one in train}) == 1
 
 
-class Losses(NamedTuple):
-    """The losses of a set-up at one place."""
-
-    setup: Setup
-    values: tuple[float, ...]
-    """One per seed."""
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
-    def wording(self) -> Mean:
-        return Mean(self.setup.label, self.mean)
-
-
 class Crossing(NamedTuple):
     where: float
     """Place of the last crossing."""
@@ -225,9 +210,9 @@ def _compare_two(best: Losses, other: Losses, what: str, place: str, crossing: C
     note = interval and f"{interval_text(interval)} over {seeds}"
     shown = _is_lower(best, other, CONFIDENCE)
     if crossing is None or not shown:
-        return compare_two(f"After {place}", what, best.wording, other.wording, shown=shown, interval=note)
-    return (f"{best.setup.label} passes {other.setup.label} {crossing.wording(style)} and is "
-            f"{other.mean - best.mean:.4f} lower at {place}: {what} {versus(best.wording, other.wording, note)}.")
+        return compare_two(f"After {place}", what, best, other, shown=shown, interval=note)
+    return (f"{best.label} passes {other.label} {crossing.wording(style)} and is "
+            f"{other.mean - best.mean:.4f} lower at {place}: {what} {versus(best, other, note)}.")
 
 
 def _compare_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
@@ -235,11 +220,10 @@ def _compare_many(best: Losses, others: Sequence[Losses], what: str, place: str,
     """The comparison of the lowest with each of the others; ``crossings`` are those with it."""
     confidence = 1 - (1 - CONFIDENCE) / len(others)
     lower = [_is_lower(best, other, confidence) for other in others]
-    text = compare_many(f"After {place}", what, best.wording,
-                   [(other.wording, is_lower) for other, is_lower in zip(others, lower, strict=True)])
-    passed = [f"{other.setup.label} {crossing.wording(style)}"
+    text = compare_many(f"After {place}", what, best, list(zip(others, lower, strict=True)))
+    passed = [f"{other.label} {crossing.wording(style)}"
               for other, crossing, is_lower in zip(others, crossings, lower, strict=True) if crossing and is_lower]
-    return text + (f" {best.setup.label} passes {listed(passed)}." if passed else "")
+    return text + (f" {best.label} passes {listed(passed)}." if passed else "")
 
 
 def _is_lower(best: Losses, other: Losses, confidence: float) -> bool:

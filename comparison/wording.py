@@ -7,15 +7,21 @@ MAX_NAMES = 3
 """Maximum number of runs named in a sentence; the others are counted."""
 
 
-class Mean(NamedTuple):
+class Losses(NamedTuple):
+    """The losses of a set-up at one place, one per seed."""
+
     label: str
-    value: float
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} for {self.label}"
+        return f"{self.mean:.4f} for {self.label}"
 
 
-def compare_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool, interval: str | None) -> str:
+def compare_two(opening: str, what: str, best: Losses, other: Losses, *, shown: bool, interval: str | None) -> str:
     """The comparison of two set-ups.
 
     Args:
@@ -32,12 +38,12 @@ def compare_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool
     return f"{opening}, {best.label} has the lower {what}: {versus(best, other, interval)}."
 
 
-def versus(best: Mean, other: Mean, interval: str | None) -> str:
+def versus(best: Losses, other: Losses, interval: str | None) -> str:
     """``1.1000, versus 2.1000 for linear (95 % interval of the difference: …)``."""
-    return f"{best.value:.4f}, versus {other}" + (f" (95 % interval of the difference: {interval})" if interval else "")
+    return f"{best.mean:.4f}, versus {other}" + (f" (95 % interval of the difference: {interval})" if interval else "")
 
 
-def compare_many(opening: str, what: str, best: Mean, others: Sequence[tuple[Mean, bool]]) -> str:
+def compare_many(opening: str, what: str, best: Losses, others: Sequence[tuple[Losses, bool]]) -> str:
     """The comparison of the lowest with each of the others, and whether each difference is significant."""
     higher = [str(other) for other, shown in others if shown]
     alike = [str(other) for other, shown in others if not shown]
