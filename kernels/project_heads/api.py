@@ -49,10 +49,11 @@ def project_heads(
         x_BTE: the tokens.
         weights: the projections; all of them or none have a convolution.
         heads: H; F is H times the width D of a head.
-        before: the history of earlier tokens; None: x starts the rows.
+        before: the history of earlier tokens; None: x starts the rows. With it, one token on a GPU takes a single
+            launch, which is not differentiable.
         segment_ids_BT: segments of rows that x starts, as in :func:`short_convolution`; None: each row is one segment.
         lengths_B: with ``before``, number of tokens of each row that enter the history; None: all.
-        norm: LayerNorm of x; None: x as it is. One token on a GPU then takes a single launch with the products.
+        norm: LayerNorm of x; None: x as it is.
 
     Returns:
         The heads, and the history, or None without ``before``.
@@ -73,7 +74,7 @@ def project_heads(
                                       weight.activation, weight.norm), heads)
                 for weight, weight_taps_KF in zip(weights, taps, strict=True)], None
 
-    projected = _project(x_BTE, weights, norm)
+    projected = _project(x_BTE, weights, norm, decoding=before is not None)
     history = before
     if taps and before is not None and lengths_B is None and has_token_kernel(projected[0], taps[0]):
         found, history = convolve_token(projected, taps, before, heads=heads,
@@ -90,11 +91,11 @@ def project_heads(
             for x_BTF, weight in zip(projected, weights, strict=True)], history
 
 
-def _project(x_BTE: Array, weights: Sequence[HeadWeights], norm: Norm | None) -> list[Array]:
+def _project(x_BTE: Array, weights: Sequence[HeadWeights], norm: Norm | None, *, decoding: bool) -> list[Array]:
     """Product and bias of each projection."""
     plain = [weight for weight in weights if not weight.exact]
     fused: list[Array] = []
-    if is_one_token_on_gpu(x_BTE) and plain:
+    if decoding and is_one_token_on_gpu(x_BTE) and plain:
         fused = projection_decode(x_BTE, [weight.w_EF.T for weight in plain], [weight.bias_F for weight in plain],
                                   norm=norm)
         if len(fused) == len(weights):

@@ -127,7 +127,8 @@ CASES: tuple[Case, ...] = (
     *(_on_gpu(2, 29, 2, D, dtype, K=4) for D in (8, 6) for dtype in ("float32", "bfloat16")),
     _on_gpu(1, 3, 2, 8, "float32", K=5, head_norm="rms", layer_norm=True),
     _on_gpu(3, 30, 2, 6, "float32", K=4, segments=True),
-    # One token, in one row and in several.
+    # One token that is a whole sequence has gradients; one after others, in one row and in several, has none.
+    _on_gpu(1, 1, 2, 8, "float32"),
     *(_on_gpu(B, 1, 2, 6, dtype, K=4, past=True, layer_norm=True, gradients=False)
       for B in (1, 3) for dtype in ("float32", "bfloat16")),
     _on_gpu(1, 1, 2, 20, "float32", K=2, past=True, silu=False, head_norm="rms", gradients=False),
