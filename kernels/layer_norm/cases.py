@@ -14,7 +14,7 @@ from .reference import reference
 
 @dataclass(frozen=True)
 class LayerNormCase(Case):
-    """A call of ``layer_norm``, its result in the dtype of x."""
+    """A call of ``layer_norm``."""
 
     B: int
     T: int
@@ -22,10 +22,12 @@ class LayerNormCase(Case):
     _: KW_ONLY
     mean: int = 3
     """That of x, in standard deviations."""
+    result: str = ""
+    """Dtype of the result; empty: that of x."""
 
     @property
     def sizes(self) -> str:
-        return f"B{self.B} T{self.T} E{self.E} {self.dtype}"
+        return f"B{self.B} T{self.T} E{self.E} {self.dtype}{self.result and f' to {self.result}'}"
 
     def make_shapes(self) -> Arrays:
         of_width = jax.ShapeDtypeStruct((self.E,), jnp.promote_types(jnp.float32, self.dtype))
@@ -37,7 +39,7 @@ class LayerNormCase(Case):
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         form = reference if implementation == REFERENCE else layer_norm
-        return {"y": form(inputs["x"], inputs["scale"], inputs["bias"], 1e-5, inputs["x"].dtype)}
+        return {"y": form(inputs["x"], inputs["scale"], inputs["bias"], 1e-5, jnp.dtype(self.result or self.dtype))}
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ _MEANS = 100, 1000
 CASES = (
     *(kind(2, 5, 8, dtype=dtype, tolerance=tolerance, title=f"on a CPU, {'of a sum, ' * (kind is AddCase)}{dtype}")
       for kind in (LayerNormCase, AddCase) for dtype, tolerance in _TOLERANCES.items()),
+    *(LayerNormCase(2, 5, 8, dtype=dtype, result=result, tolerance=_TOLERANCES["bfloat16"])
+      for dtype, result in (("bfloat16", "float32"), ("float32", "bfloat16"))),
     # Spans of several tiles, the last ones short; one tile for a program; a width that is no power of two.
     *(kind(B, T, E, dtype=dtype, tolerance=tolerance, constants=_AS_ON_A_GPU,
            title=f"as on a GPU, {'of a sum, ' if kind is AddCase else ''}B{B} T{T} E{E} {dtype}")

@@ -50,7 +50,7 @@ BFLOAT16_TOLERANCE = 2e-2
 BFLOAT16_NORMED_TOLERANCE = 1e-1
 
 SMALL = {"bigbird": {"block_size": 3, "random_blocks": 2}, "local": {"block_size": 8},
-         "sparse": {"block_size": 5, "summary": 2}}
+         "reformer": {"rounds": 3, "chunk_size": 3, "buckets": 4}, "sparse": {"block_size": 5, "summary": 2}}
 """Modes whose pieces then end inside of blocks."""
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention.chunked import Config
 from models.attention.feature_maps import (
     FeatureMap,
     FeatureOptions,
@@ -16,8 +15,6 @@ from models.attention.feature_maps import (
     normal_directions,
     random_directions,
 )
-from models.attention.performer import Config as PerformerConfig
-from support.errors import ConfigError
 
 D, KEYS, DRAWS = 8, 6, 4000
 
@@ -61,17 +58,6 @@ def test_random_weights_have_no_bias(feature_map, count, orthogonal):
     mean, doubt = mean_and_doubt(weights(feature_map, count, orthogonal=orthogonal))
     assert np.all(doubt < 0.04 * EXACT)  # otherwise the next line is weak
     np.testing.assert_array_less(np.abs(mean - EXACT), 4 * doubt)
-
-
-def test_their_ratio_has_one():
-    """Here q sees two keys, one twice as heavy: the share of the heavy one is underestimated."""
-    heavy, light = np.argmax(EXACT), np.argmin(EXACT)
-    sampled = weights("favor", 16, orthogonal=False)[:, [heavy, light]]
-    exact = EXACT[heavy] / (EXACT[heavy] + EXACT[light])
-    bias, doubt = mean_and_doubt(sampled[:, 0] / sampled.sum(axis=1) - exact)
-    assert abs(bias) > 10 * doubt
-    less = weights("favor", 256, orthogonal=False)[:, [heavy, light]]
-    assert abs(mean_and_doubt(less[:, 0] / less.sum(axis=1) - exact)[0]) < abs(bias) / 4
 
 
 def test_the_error_falls_with_the_root_of_the_number_of_features():
@@ -138,20 +124,3 @@ def test_elementwise_maps_and_their_slopes(feature_map, phi, slope, dtype, toler
     x = np.asarray(x_BTHD, np.float64)
     for found, expected in ((y_BTHM, phi(x)), (dx_BTHD, -3 * slope(x))):
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=tolerance)
-
-
-def test_performer_relu_is_never_zero():
-    y = features(FeatureOptions(feature_map="performer_relu"), jnp.array([-2.0, 0.0, 2.0]).reshape(1, 1, 1, 3))
-    np.testing.assert_allclose(y.ravel(), [1e-3, 1e-3, 2.001], rtol=1e-6)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    (lambda: Config(feature_map="taylor", order=1), r"model\.modes\.chunked\.normalize: .*taylor of order 1"),
-    (lambda: Config(features=0), r"model\.modes\.chunked\.features is 0; expected at least 1"),
-    (lambda: PerformerConfig(features=-3), r"model\.modes\.performer\.features is -3"),
-    (lambda: PerformerConfig(resample_every=-1), r"model\.modes\.performer\.resample_every is -1; expected at least 0"),
-    (lambda: PerformerConfig(chunk_size=0), r"model\.modes\.performer\.chunk_size is 0"),
-])
-def test_options_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        options()

@@ -123,19 +123,14 @@ def test_modes_start_from_the_same_parameters():
     assert any(np.any(other[path] != expected[path]) for path in expected)
 
 
-@pytest.mark.parametrize("feature_map", ["elu", "relu", "softplus", "exp"])
-def test_a_chunked_model_is_a_linear_one(feature_map):
-    options = {"feature_map": feature_map}
-    expected = logits_of(sharpened(build(attention=("linear",), modes={"linear": options | {"form": "parallel"}})))
-    chunked = sharpened(build(attention=("chunked",), modes={"chunked": options | {"chunk_size": 16}}))
-    assert_close(logits_of(chunked), expected, 1e-5)
-
-
-@pytest.mark.parametrize("form", ["blockwise", "cumsum", "recurrent"])
-def test_the_forms_of_linear_are_one_model(form):
-    parallel, other = (sharpened(build(attention=("linear",), modes={"linear": {"form": name}}))
-                       for name in ("parallel", form))
-    assert_close(logits_of(other), logits_of(parallel), 1e-5)
+@pytest.mark.parametrize(("mode", "options"), [
+    ("linear", {"form": "blockwise"}), ("linear", {"form": "cumsum"}), ("linear", {"form": "recurrent"}),
+    *(("chunked", {"chunk_size": 16, "feature_map": feature_map}) for feature_map in ("relu", "softplus", "exp"))])
+def test_forms_of_one_function_are_one_model(mode, options):
+    parallel = {"form": "parallel", "feature_map": options.get("feature_map", "elu")}
+    found, expected = (logits_of(sharpened(build(attention=(name,), modes={name: given})))
+                       for name, given in ((mode, options), ("linear", parallel)))
+    assert_close(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("positions", [

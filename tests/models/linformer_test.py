@@ -55,13 +55,6 @@ def test_it_is_attention_to_the_projected_keys_and_values(tokens, sharing):
         np.testing.assert_array_equal(y[b, n:], 0)
 
 
-@pytest.mark.thorough
-def test_with_the_identity_for_a_projection_it_is_softmax_attention():
-    module, qkv = build(40, 40), inputs(40)
-    module.projection_KS[...] = jnp.eye(40)
-    np.testing.assert_allclose(mix(module, qkv), jax.nn.dot_product_attention(*qkv), atol=1e-5)
-
-
 @pytest.mark.parametrize(("k", "context", "sums"), [(None, 4000, 256), (None, 200, 50), (None, 3, 1), (100, 200, 100)])
 def test_there_are_256_sums_or_a_quarter_of_a_short_sequence(k, context, sums):
     layer = nnx.eval_shape(lambda: Attention(Config(k=k), heads=2, head_width=4, width=8, max_length=context,

@@ -9,7 +9,7 @@ from models import attention
 
 pytestmark = pytest.mark.thorough
 
-BOTH = ("bigbird", "local", "longformer", "reformer", "sparse")
+BOTH = ("bigbird", "local", "longformer", "performer", "reformer", "sparse")
 ENCODERS = ("linformer", "sinkhorn")  # a matrix of at most 256² elements, beside what is linear
 
 

@@ -103,32 +103,6 @@ def test_a_token_that_sees_no_other_sees_itself():
 
 
 @pytest.mark.thorough
-def test_rounds_bring_it_nearer_to_full_attention():
-    q, k, v = (np.asarray(x, np.float64) for x in inputs())
-    weights_BHTT = np.exp(np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)) * ~np.eye(T, dtype=bool)
-    full = np.einsum("bhts,bshd->bthd", weights_BHTT / weights_BHTT.sum(axis=-1, keepdims=True), v)
-    error, *fewer = [np.std(mix(build(rounds=rounds, chunk_size=16, buckets=4), causal=False) - full) / np.std(full)
-                     for rounds in (1, 3, 9)]
-    assert error > 1.5 * fewer[0] > 1.5 * 1.5 * fewer[1], (error, *fewer)
-
-
-@pytest.mark.thorough
-def test_decoding_sorts_every_prefix_anew():
-    """A token's output is that at the end of the sequence up to it, here with many chunks per bucket."""
-    module = build(rounds=3, chunk_size=3, buckets=4)
-    prefixes_TT = np.where(np.tri(T, dtype=bool), 0, -1)
-    qkv = [np.asarray(x) for x in inputs()]
-    y_TTHD = mix(module, prefixes_TT, causal=True, qkv=[x[:1].repeat(T, axis=0) for x in qkv])
-    last_THD = y_TTHD[range(T), range(T)]
-    extend = jax.jit(lambda cache, *qkv: module.extend(*qkv, cache, x_BTE=jnp.zeros(())))
-    cache, start = module.init_cache(B, T, jnp.float32), 0
-    for tokens in (20, *[1] * (T - 20)):
-        y_BTHD, cache = extend(cache, *(x[:, start:start + tokens] for x in qkv))
-        np.testing.assert_allclose(np.asarray(y_BTHD)[0], last_THD[start:start + tokens], atol=1e-5)
-        start += tokens
-
-
-@pytest.mark.thorough
 def test_rotations_are_no_parameters_and_there_is_no_key_projection():
     module = build()
     assert set(nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {"query", "value", "output"}

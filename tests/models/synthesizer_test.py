@@ -70,19 +70,6 @@ def test_the_scores_are_those_of_the_paper(kind, causal):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_dense_weights_depend_on_the_tokens(kind):
-    module = build(kind)
-    v_BTHD = jnp.broadcast_to(jnp.arange(float(T))[None, :, None, None], (B, T, H, D))
-
-    def mixed(x_BTE: jax.Array) -> jax.Array:
-        (q_BTHD, k_BTHD, _), _ = module.heads_of(x_BTE, None, None, None)
-        return module.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
-
-    assert np.array_equal(mixed(make_x()), mixed(make_x(1))) == (kind != "dense")
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "own"), [
     ("random", {"scores_HLL"}),
     ("factorised", {"rows_HLK", "columns_HLK"}),
