@@ -26,7 +26,7 @@ from configs.schema import (
 )
 from models import attention
 from support.errors import ConfigError
-from support.flags import flag_types
+from support.flags import checked_flags, flag_types
 from support.ranges import NAMES, check_options, members
 from tests import tiny
 from training.config_validation import validate_config
@@ -42,15 +42,23 @@ RUNS = [Config(model=LANGUAGE), MaskedConfig(model=UNPOOLED), LraConfig(model=EN
 
 
 def wrong_values(options: Any) -> list[tuple[str, Any]]:
-    """For each number and each choice of a dataclass, a value that it never has."""
+    """The fields of a dataclass that are numbers or choices, each with values that it never has."""
     found = []
     for flag, kind in flag_types(options).items():
         kinds = members(kind)
         if NAMES.keys() & kinds.keys():
-            found += [(flag[2:].replace("-", "_"), value) for value in (math.nan, 2**63 if int in kinds else math.inf)]
+            found += [(flag[2:].replace("-", "_"), value) for value in (
+                math.nan, math.inf, -math.inf, 2**63 if int in kinds else 10**400)]
         elif any(get_origin(one) is Literal for one in kinds):
             found.append((flag[2:].replace("-", "_"), "other"))
     return [(name, value) for name, value in found if "." not in name]
+
+
+def check_flag(target: Any, name: str, value: Any) -> None:
+    """The flag of a field refuses a value with the same message."""
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^{name.replace('.', r'\.')} is {value}; expected "):
+        checked_flags([flag, str(value)], target)
 
 
 def check_message(error: ConfigError, *fields: str) -> None:
@@ -69,14 +77,17 @@ def test_every_number_and_choice_of_a_group(config):
             changed = dataclasses.replace(config, **{group.name: dataclasses.replace(options, **{name: value})})
             with pytest.raises(ConfigError, match=rf"^{group.name}\.{name} is {value}; expected "):
                 validate_config(changed)
+            check_flag(config, f"{group.name}.{name}", value)
             checked += 1
-    assert checked > 40
+    assert checked > 80
 
 
 @pytest.mark.parametrize("mode", attention.modes())
 def test_every_number_and_choice_of_a_mode(mode, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks that tests add
-    for name, value in wrong_values(attention.modes()[mode].Config()):
+    run = Config(model=attention.resolve(ModelConfig(attention=(mode,))))
+    for name, value in wrong_values(run.model.modes[mode]):
+        check_flag(run, f"model.modes.{mode}.{name}", value)
         with pytest.raises(ConfigError, match=rf"^model\.modes\.{mode}\.{name} is {value}; expected "):
             attention.resolve(ModelConfig(attention=(mode,), modes={mode: {name: value}}))
 

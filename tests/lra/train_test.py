@@ -212,21 +212,11 @@ def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_re
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--attention", "sofmax"], "model.attention sofmax: no such mode; perhaps you meant softmax"),
-    (["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an enc"),
     (["--preset", "best"], "--preset"),
-    (["--model.widht", 3], "unknown flag --model.widht; perhaps you meant --model.width"),
-    (["--model.dropout", 1], "model.dropout is 1; expected at least 0, and less than 1"),
     (["--model.classes", 3], "model.classes is 3; expected 2 for the task fake"),
     (["--model.towers", 2], "model.towers is 2; expected 1 for the task fake"),
     (["--model.context", 9, "--data.max-length", 12], "model.context is 9 and data.max_length 12; give only"),
-    (["--attention", "chunked", "--model.modes.chunked.chunk-size", 7],
-     "model.attention chunked: with these options it is causal and cannot be an encoder; expected no form"),
-    (["--attention", "linear,"], "model.attention is 'linear,'; expected modes separated by commas"),
     (["--model.context", 9], "sequences of the task fake have up to 12 tokens: set data.max_length"),
-    (["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a classifier run"),
-    (["--optimizer.epsilon", 0], "optimizer.epsilon is 0; expected a number above 0"),
-    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
 ])
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, arguments, message):
     assert message in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", *arguments)

@@ -93,14 +93,10 @@ def test_a_config_names_its_kind(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "arguments", "message"), [
-    (2, ["--model.pooling", "mean"], "model.pooling is mean; expected none for a speech-recognition run"),
-    (2, ["--model.towers", 2], "model.towers is 2; expected 1 for a speech-recognition run"),
-    (2, ["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a speech-recognition run"),
     (2, ["--data.corpus", "audio"], "data.dir is None; expected the folder of the corpus, as data.corpus is audio"),
     (2, ["--data-dir", "x"], "data.dir is x; expected None, as data.corpus is synthetic"),
     (2, ["--data.val-utterances", 0], "data.val_utterances is 0; expected at least 1"),
     (2, ["--model.context", 8], "model.context is 8; expected at least 52 for synthetic utterances"),
-    (2, ["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an encoder"),
     (1, ["--data.corpus", "audio", "--data-dir", "nowhere"], "data.dir nowhere: no such folder; expected train*"),
 ])
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, code, arguments, message):
