@@ -24,8 +24,6 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     assert sampling.main([*TINY, "--positions", "8,524288", "--batches", "1,2", "--modes", "chunked", "--prompt", "40",
                           "--json", str(path), "--picture", str(tmp_path / "sampling.png")]) == 0
     contents = json.loads(path.read_text())
-    assert str(tmp_path) not in path.read_text()
-    assert contents["device"]
     rows = contents["rows"]
     assert [(row["batch"], row["position"]) for row in rows] == [(1, 8), (1, 524_288), (2, 8), (2, 524_288)]
     for row, first in zip(rows, (rows[0], rows[0], rows[2], rows[2]), strict=True):

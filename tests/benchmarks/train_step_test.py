@@ -27,10 +27,6 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
                             str(path)]) == 0
     contents = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
-    assert {"jax", "flax", "python"} <= contents["versions"].keys()
-    assert contents["device"]
-    assert "commit" in contents
-    assert contents["command"].startswith("python -m benchmarks.train_step ")
     assert "--contexts 32,64 " in contents["command"]
     rows = contents["rows"]
     assert [(row["context"], row["mode"], row["implementation"], row["batch"]) for row in rows] == [
