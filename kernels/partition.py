@@ -94,16 +94,16 @@ def split_of_heads(B: int, H: int) -> tuple[tuple[str, ...], str | None]:
     return rows if B % size_of(rows) == 0 else (), HEAD_AXIS if heads and H % size_of(heads) == 0 else None
 
 
-def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequence[str],
-                       outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
+def by_batch_and_heads(function: Callable[..., Sequence[Any]], inputs: Sequence[str],
+                       outputs: Sequence[str]) -> Callable[..., Sequence[Any]]:
     """A function that each device computes for its own sequences and heads.
 
     Devices that share sequences (the mesh axis ``context``) exchange tokens for heads, of which heads of zeros make a
     number that they divide. Sequences that they do not divide are gathered.
 
     Args:
-        function: takes and returns arrays; no element of a result depends on another sequence or head. Heads of zeros
-            must have finite results and gradients.
+        function: takes and returns arrays or None; no element of a result depends on another sequence or head. Heads of
+            zeros must have finite results and gradients.
         inputs: the letters of each argument's dimensions, such as ``bthm``: ``b`` rows, ``t`` tokens, ``h`` heads. The
             first argument has all three, or only ``b``.
         outputs: the letters of each result's dimensions.
@@ -111,7 +111,7 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
     if device.count() == 1 or jax.sharding.get_abstract_mesh().empty:
         return function
 
-    def computed(*arguments: Array) -> Sequence[Array]:
+    def computed(*arguments: Any) -> Sequence[Any]:
         sizes = {"h": 1, "t": 1} | dict(zip(inputs[0], arguments[0].shape, strict=True))
         rows, heads = split_of_heads(sizes["b"], sizes["h"])
         shared = present([CONTEXT_AXIS])
@@ -124,8 +124,10 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
                 return x
             return jnp.pad(x, [(0, more if letter == "h" else 0) for letter in name])
 
-        def cut(x: Array, name: str) -> Array:
-            return lax.slice_in_dim(x, 0, H, axis=name.index("h")) if more and "h" in name else x
+        def cut(x: Any, name: str) -> Any:
+            if not more or x is None or "h" not in name:
+                return x
+            return lax.slice_in_dim(x, 0, H, axis=name.index("h"))
 
         def specs(names: Sequence[str]) -> tuple[P, ...]:
             def axes(letter: str, name: str) -> Any:
@@ -142,7 +144,7 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
                 return x
             return lax.all_to_all(x, shared, name.index(split), name.index(joined), tiled=True)
 
-        def local(*arguments: Array) -> tuple[Array, ...]:
+        def local(*arguments: Any) -> tuple[Any, ...]:
             results = function(*(exchanged(x, name, "h", "t") for x, name in zip(arguments, inputs, strict=True)))
             return tuple(exchanged(x, name, "t", "h") for x, name in zip(results, outputs, strict=True))
 

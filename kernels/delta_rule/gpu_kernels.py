@@ -16,7 +16,7 @@ takes three products, and neither (1 + A)⁻¹ K nor (1 + A)⁻¹ V reaches memo
 
 Products are in float32 whatever the inputs are, except q·k and k·k. For highly correlated keys A is nearly a matrix of
 ones, and U holds differences of neighbouring rows, which later sums undo. Rounded to 8 bits, the rows would not cancel.
-The shared parts are in ``kernels.linear_attention.gpu_parts``.
+Chunks, masks and decays are those of ``kernels.gpu.chunks``.
 """
 
 from collections.abc import Sequence
@@ -26,40 +26,80 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..gpu import triton
-from ..linear_attention.gpu_parts import (
-    Chunk,
-    Cut,
-    Links,
-    Parts,
-    Slabs,
-    make_scores,
-    matmul,
-    scan,
-)
+from ..gpu.chunks import Chunk, ChunkMask, scan
+from ..gpu.products import ColumnTiles, LaunchConfig, Parts, add_up, make_scores, matmul
 
 BLOCK = 16
 """Rows of a triangular matrix that are substituted one by one: the fewest that the matrix units multiply."""
 
 
-class DecayParts(NamedTuple):
+class Inputs(NamedTuple):
+    """A call's arrays, of which a kernel has those that it reads."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    beta: Any = None
+    dy: Any = None
+
+
+class Scan(NamedTuple):
+    """What a scan over the chunks of a sequence writes: forward S before each chunk, U and the last S; in reverse dS
+    after each chunk, dE and the gradient of the initial state."""
+
+    states: Any
+    rows: Any
+    end: Any
+
+
+class Pairs(NamedTuple):
+    """Gradients by pair of tokens of a chunk, of v, and of β and the decay inside the chunk."""
+
+    dqueries: Any
+    """∂(q_i·k_j), (C, C) for each chunk."""
+    dkeys: Any
+    """∂(k_i·k_j)."""
+    dv: Any = None
+    dbeta: Any = None
+    inside: Any = None
+    """None without a decay."""
+
+
+class QueryGradient(NamedTuple):
+    """Outputs of the kernel for dq."""
+
+    dq: Any
+    reads: Any
+    """The part of dq through the state times q; None without a decay."""
+
+
+class DecayWrites(NamedTuple):
     """Terms of the decay's gradient that the kernel for dk writes, for its tile."""
 
-    writes: Any
+    behind: Any
     """For each token j, its write to the state after the chunk times the gradient of that state."""
     across: Any
-    """The same for the part of the state before the chunk that the chunk keeps."""
+    """The same for the part of the state before the chunk that is in the state after it."""
 
 
-def system_kernel(cut: Cut, *, k: Any, beta: Any, links: Links, lower: Any) -> None:
+class KeyGradient(NamedTuple):
+    """Outputs of the kernel for dk."""
+
+    dk: Any
+    reads: Any
+    """r_i k_i·S dE_i, for the gradient of β."""
+    decay: DecayWrites | None
+
+
+def system_kernel(config: LaunchConfig, x: Inputs, mask: ChunkMask, lower: Any) -> None:
     """A of a chunk."""
-    chunk = _only_chunk(cut, links)
-    lower[0, :, :] = _below(chunk.inside(_products(cut, k, k, chunk))) * beta[chunk.rows][:, None]
+    chunk = _only_chunk(config, mask)
+    lower[0, :, :] = _below(chunk.inside(_products(config, x.k, x.k, chunk))) * x.beta[chunk.rows][:, None]
 
 
-def inverse_kernel(cut: Cut, *, lower: Any, inverse: Any, links: Links) -> None:
+def inverse_kernel(config: LaunchConfig, lower: Any, _: ChunkMask, inverse: Any) -> None:
     """(1 + A)⁻¹ of a chunk, by substitution in diagonal blocks, and products below them."""
-    del links
-    blocks = range(cut.tiles.chunk // BLOCK)
+    blocks = range(config.tiles.chunk // BLOCK)
 
     def at(i: int, j: int) -> tuple[Any, ...]:
         return 0, slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
@@ -68,9 +108,9 @@ def inverse_kernel(cut: Cut, *, lower: Any, inverse: Any, links: Links) -> None:
     for i in blocks:
         done[i, i] = _substitute(lower[at(i, i)])
         for j in reversed(range(i)):
-            known = sum((cut.dot(lower[at(i, n)], done[n, j], (1, 0)) for n in range(j + 1, i)),
-                        start=cut.dot(lower[at(i, j)], done[j, j], (1, 0)))
-            done[i, j] = -cut.dot(done[i, i], known, (1, 0))
+            known = sum((config.dot(lower[at(i, n)], done[n, j], (1, 0)) for n in range(j + 1, i)),
+                        start=config.dot(lower[at(i, j)], done[j, j], (1, 0)))
+            done[i, j] = -config.dot(done[i, i], known, (1, 0))
     for i in blocks:
         for j in blocks:
             inverse[at(i, j)] = done.get((i, j), jnp.zeros((BLOCK, BLOCK), jnp.float32))
@@ -88,126 +128,126 @@ def _substitute(lower_II: Array) -> Array:
     return lax.fori_loop(1, BLOCK, step, unit_II)
 
 
-def states_kernel(cut: Cut, *, k: Any, v: Any, beta: Any, inverse: Any, start: Any, links: Links, states: Any,
-                  written: Any, end: Any) -> None:
+def states_kernel(config: LaunchConfig, x: Inputs, inverse: Any, start: Any, mask: ChunkMask, out: Scan) -> None:
     """A tile of the states before the chunks, of U, and of the final state."""
-    T, M = k.shape
-    rows = cut.slabs(M)
+    T, M = x.k.shape
+    rows = config.split(M)
 
     def step(chunk: Chunk, state: Parts) -> Parts:
-        k_slabs = Slabs(cut, k, chunk.rows, held=False)
-        errors = (cut.load(v, chunk.rows) - chunk.reading(matmul(cut, k_slabs, state))) * beta[chunk.rows][:, None]
-        u_tile = cut.dot(_load(inverse, chunk.n), errors, (1, 0))
-        written[chunk.rows, :] = u_tile
-        _store(states, chunk.n, rows, state)
-        return _add(cut, chunk.kept(state), k_slabs, chunk.writing(u_tile))
+        k = ColumnTiles(config, x.k, chunk.rows, held=False)
+        errors = config.load(x.v, chunk.rows) - chunk.reading(matmul(config, k, state))
+        u_tile = config.dot(_load(inverse, chunk.n), errors * x.beta[chunk.rows][:, None], (1, 0))
+        out.rows[chunk.rows, :] = u_tile
+        _store(out.states, chunk.n, rows, state)
+        return _add(config, chunk.carried(state), k, chunk.writing(u_tile))
 
-    state = scan(step, tuple(start[slab, :] for slab in rows), T, cut.tiles.chunk, links)
-    for slab, part in zip(rows, state, strict=True):
-        end[slab, :] = part
+    state = scan(step, tuple(start[at, :] for at in rows), T, config.tiles.chunk, mask)
+    for at, part in zip(rows, state, strict=True):
+        out.end[at, :] = part
 
 
-def output_kernel(cut: Cut, *, q: Any, k: Any, written: Any, states: Any, links: Links, y: Any) -> None:
+def output_kernel(config: LaunchConfig, x: Inputs, past: Scan, mask: ChunkMask, y: Any) -> None:
     """A tile of y of a chunk."""
-    chunk = _only_chunk(cut, links)
-    scores = chunk.inside(_products(cut, q, k, chunk))
-    state = tuple(states[0, slab, :] for slab in cut.slabs(q.shape[1]))
-    out = chunk.reading(matmul(cut, Slabs(cut, q, chunk.rows), state))
-    y[chunk.rows, :] = (out + cut.dot(scores, cut.load(written, chunk.rows), (1, 0))).astype(y.dtype)
+    chunk = _only_chunk(config, mask)
+    scores = chunk.inside(_products(config, x.q, x.k, chunk))
+    state = tuple(past.states[0, at, :] for at in config.split(x.q.shape[1]))
+    out = chunk.reading(matmul(config, ColumnTiles(config, x.q, chunk.rows), state))
+    y[chunk.rows, :] = (out + config.dot(scores, config.load(past.rows, chunk.rows), (1, 0))).astype(y.dtype)
 
 
-def local_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, links: Links, local: Any) -> None:
+def local_gradient_kernel(config: LaunchConfig, x: Inputs, mask: ChunkMask, local: Any) -> None:
     """The part of a chunk's dU that does not depend on dS."""
-    chunk = _only_chunk(cut, links, reverse=True)
-    local[chunk.rows, :] = cut.dot(chunk.inside(_products(cut, k, q, chunk)), cut.load(dy, chunk.rows), (1, 0))
+    chunk = _only_chunk(config, mask, reverse=True)
+    scores = chunk.inside(_products(config, x.k, x.q, chunk))
+    local[chunk.rows, :] = config.dot(scores, config.load(x.dy, chunk.rows), (1, 0))
 
 
-def state_gradients_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, beta: Any, inverse: Any, local: Any, start: Any,
-                           links: Links, gradients: Any, errors: Any, end: Any) -> None:
+def state_gradients_kernel(config: LaunchConfig, x: Inputs, inverse: Any, local: Any, start: Any, mask: ChunkMask,
+                           out: Scan) -> None:
     """A tile of the gradients of the states after the chunks, of dE, and of the gradient of the initial state."""
-    T, M = k.shape
-    rows = cut.slabs(M)
+    T, M = x.k.shape
+    rows = config.split(M)
 
     def step(chunk: Chunk, state: Parts) -> Parts:
-        q_slabs, k_slabs = (Slabs(cut, x, chunk.rows, held=False) for x in (q, k))
-        dy_tile = cut.load(dy, chunk.rows)
-        du = local[chunk.rows, :] + chunk.reading(matmul(cut, k_slabs, state))
-        de = cut.dot(_load(inverse, chunk.n), du, (0, 0))
-        errors[chunk.rows, :] = de
-        _store(gradients, chunk.n, rows, state)
-        state = _add(cut, chunk.kept(state), q_slabs, chunk.writing(dy_tile))
-        return _add(cut, state, k_slabs, chunk.writing(-beta[chunk.rows][:, None] * de))
+        q, k = (ColumnTiles(config, ref, chunk.rows, held=False) for ref in (x.q, x.k))
+        dy_tile = config.load(x.dy, chunk.rows)
+        du = local[chunk.rows, :] + chunk.reading(matmul(config, k, state))
+        de = config.dot(_load(inverse, chunk.n), du, (0, 0))
+        out.rows[chunk.rows, :] = de
+        _store(out.states, chunk.n, rows, state)
+        state = _add(config, chunk.carried(state), q, chunk.writing(dy_tile))
+        return _add(config, state, k, chunk.writing(-x.beta[chunk.rows][:, None] * de))
 
-    state = scan(step, tuple(start[slab, :] for slab in rows), T, cut.tiles.chunk, links, reverse=True)
-    for slab, part in zip(rows, state, strict=True):
-        end[slab, :] = part
+    state = scan(step, tuple(start[at, :] for at in rows), T, config.tiles.chunk, mask, reverse=True)
+    for at, part in zip(rows, state, strict=True):
+        out.end[at, :] = part
 
 
-def pairs_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, beta: Any, written: Any, errors: Any, links: Links,
-                 dqueries: Any, dkeys: Any, dv: Any, dbeta: Any, inside: Any) -> None:
+def pairs_kernel(config: LaunchConfig, x: Inputs, u: Any, de: Any, mask: ChunkMask, out: Pairs) -> None:
     """Gradients of the products inside a chunk, and of v and β except for the part through the state.
 
         ∂(q_i·k_j) = Γ_ij dy_i·u_j (j ≤ i)      ∂(k_i·k_j) = β_i Γ_ij dA_ij (j < i)
         dv_i = β_i dE_i      dβ_i = dE_i·v_i + Σ_{j<i} dA_ij Γ_ij k_i·k_j
     """
-    chunk = _only_chunk(cut, links)
-    beta_C = beta[chunk.rows]
-    u_slabs, de_slabs = Slabs(cut, written, chunk.rows), Slabs(cut, errors, chunk.rows)
-    weights = -_below(chunk.inside(make_scores(cut, de_slabs, u_slabs)))
-    dkeys[0, :, :] = weights * beta_C[:, None]
-    weights *= _products(cut, k, k, chunk)
+    chunk = _only_chunk(config, mask)
+    beta_C = x.beta[chunk.rows]
+    u_tiles, de_tiles = ColumnTiles(config, u, chunk.rows), ColumnTiles(config, de, chunk.rows)
+    weights = -_below(chunk.inside(make_scores(config, de_tiles, u_tiles)))
+    out.dkeys[0, :, :] = weights * beta_C[:, None]
+    weights *= _products(config, x.k, x.k, chunk)
     sums = jnp.sum(weights, axis=1)
-    for columns, de in zip(cut.slabs(v.shape[1]), de_slabs, strict=True):
-        sums += jnp.sum(de * v[chunk.rows, columns].astype(cut.operand), axis=1)
-        dv[chunk.rows, columns] = (de * beta_C[:, None]).astype(dv.dtype)
-    dbeta[chunk.rows] = sums
-    if inside is not None:
+    for columns, de_tile in zip(config.split(x.v.shape[1]), de_tiles, strict=True):
+        sums += jnp.sum(de_tile * x.v[chunk.rows, columns].astype(config.operand), axis=1)
+        out.dv[chunk.rows, columns] = (de_tile * beta_C[:, None]).astype(out.dv.dtype)
+    out.dbeta[chunk.rows] = sums
+    if out.inside is not None:
         weights *= beta_C[:, None]
-        inside[chunk.rows] = jnp.sum(weights, axis=1) - jnp.sum(weights, axis=0)
-    weights = chunk.inside(make_scores(cut, Slabs(cut, dy, chunk.rows), u_slabs))
-    dqueries[0, :, :] = weights
-    if inside is not None:
-        weights *= _products(cut, q, k, chunk)
-        inside[chunk.rows] += jnp.sum(weights, axis=1) - jnp.sum(weights, axis=0)
+        out.inside[chunk.rows] = jnp.sum(weights, axis=1) - jnp.sum(weights, axis=0)
+    weights = chunk.inside(make_scores(config, ColumnTiles(config, x.dy, chunk.rows), u_tiles))
+    out.dqueries[0, :, :] = weights
+    if out.inside is not None:
+        weights *= _products(config, x.q, x.k, chunk)
+        out.inside[chunk.rows] += jnp.sum(weights, axis=1) - jnp.sum(weights, axis=0)
 
 
-def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, states: Any, dqueries: Any, links: Links, dq: Any,
-                          reads: Any) -> None:
-    """A tile of a chunk's dq; ``reads``, the part of dq through the state times q, is for the decay's gradient.
+def query_gradient_kernel(config: LaunchConfig, x: Inputs, states: Any, dqueries: Any, mask: ChunkMask,
+                          out: QueryGradient) -> None:
+    """A tile of a chunk's dq.
 
         dq_i = r_i S dy_i + Σ_{j≤i} ∂(q_i·k_j) k_j
     """
-    chunk = _only_chunk(cut, links)
-    from_state = chunk.reading(_transposed_product(cut, Slabs(cut, dy, chunk.rows), states))
-    dq[chunk.rows, :] = (from_state + cut.dot(dqueries[0, :, :], cut.load(k, chunk.rows), (1, 0))).astype(dq.dtype)
-    if reads is not None:
-        reads[chunk.rows] = jnp.sum(cut.load(q, chunk.rows) * from_state, axis=1)
+    chunk = _only_chunk(config, mask)
+    from_state = chunk.reading(_transposed_product(config, ColumnTiles(config, x.dy, chunk.rows), states))
+    inside = config.dot(dqueries[0, :, :], config.load(x.k, chunk.rows), (1, 0))
+    out.dq[chunk.rows, :] = (from_state + inside).astype(out.dq.dtype)
+    if out.reads is not None:
+        out.reads[chunk.rows] = jnp.sum(config.load(x.q, chunk.rows) * from_state, axis=1)
 
 
-def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, beta: Any, written: Any, errors: Any, states: Any,
-                        gradients: Any, dqueries: Any, dkeys: Any, links: Links, dk: Any, reads: Any,
-                        decay: DecayParts | None) -> None:
-    """A tile of a chunk's dk; ``reads`` is r_i k_i·S dE_i.
+def key_gradient_kernel(config: LaunchConfig, x: Inputs, forward: Scan, backward: Scan, pairs: Pairs, mask: ChunkMask,
+                        out: KeyGradient) -> None:
+    """A tile of a chunk's dk.
 
         dk_j = w_j dS u_j − β_j r_j S dE_j + Σ_{i≥j} ∂(q_i·k_j) q_i + Σ_i (∂(k_i·k_j) + ∂(k_j·k_i)) k_i
     """
-    chunk = _only_chunk(cut, links)
-    keys = cut.load(k, chunk.rows)
-    out = cut.dot(dqueries[0, :, :], cut.load(q, chunk.rows), (0, 0))
-    out += cut.dot(dkeys[0, :, :], keys, (0, 0)) + cut.dot(dkeys[0, :, :], keys, (1, 0))
-    from_state = chunk.reading(_transposed_product(cut, Slabs(cut, errors, chunk.rows), states))
-    reads[chunk.rows] = jnp.sum(keys * from_state, axis=1)
-    out -= beta[chunk.rows][:, None] * from_state
-    behind = _only_chunk(cut, links, reverse=True).reading(
-        _transposed_product(cut, Slabs(cut, written, chunk.rows), gradients))
-    dk[chunk.rows, :] = (out + behind).astype(dk.dtype)
-    if decay is not None:
-        decay.writes[chunk.rows] = jnp.sum(keys * behind, axis=1)
-        decay.across[0] = jnp.sum(chunk.kept(states[0, :, :]) * gradients[0, :, :])
+    chunk = _only_chunk(config, mask)
+    keys = config.load(x.k, chunk.rows)
+    dk = config.dot(pairs.dqueries[0, :, :], config.load(x.q, chunk.rows), (0, 0))
+    dk += config.dot(pairs.dkeys[0, :, :], keys, (0, 0)) + config.dot(pairs.dkeys[0, :, :], keys, (1, 0))
+    from_state = chunk.reading(
+        _transposed_product(config, ColumnTiles(config, backward.rows, chunk.rows), forward.states))
+    out.reads[chunk.rows] = jnp.sum(keys * from_state, axis=1)
+    dk -= x.beta[chunk.rows][:, None] * from_state
+    behind = _only_chunk(config, mask, reverse=True).reading(
+        _transposed_product(config, ColumnTiles(config, forward.rows, chunk.rows), backward.states))
+    out.dk[chunk.rows, :] = (dk + behind).astype(out.dk.dtype)
+    if out.decay is not None:
+        out.decay.behind[chunk.rows] = jnp.sum(keys * behind, axis=1)
+        out.decay.across[0] = jnp.sum(chunk.carried(forward.states[0, :, :]) * backward.states[0, :, :])
 
 
-def _only_chunk(cut: Cut, links: Links, *, reverse: bool = False) -> Chunk:
-    return Chunk(0, cut.tiles.chunk, links, reverse=reverse)
+def _only_chunk(config: LaunchConfig, mask: ChunkMask, *, reverse: bool = False) -> Chunk:
+    return Chunk(0, config.tiles.chunk, mask, reverse=reverse)
 
 
 def _load(systems: Any, n: Any) -> Array:
@@ -215,17 +255,17 @@ def _load(systems: Any, n: Any) -> Array:
     return triton.load(systems.at[n, :, :], volatile=True)
 
 
-def _products(cut: Cut, x: Any, y: Any, chunk: Chunk) -> Array:
+def _products(config: LaunchConfig, x: Any, y: Any, chunk: Chunk) -> Array:
     """x yᵀ of a call's inputs; bfloat16 inputs are multiplied as they are, without error."""
     if x.dtype != jnp.bfloat16:
-        return make_scores(cut, Slabs(cut, x, chunk.rows), Slabs(cut, y, chunk.rows))
-    native = cut._replace(operand=jnp.dtype(jnp.bfloat16), precision=lax.Precision.DEFAULT)
+        return make_scores(config, ColumnTiles(config, x, chunk.rows), ColumnTiles(config, y, chunk.rows))
+    native = config._replace(operand=jnp.dtype(jnp.bfloat16), precision=lax.Precision.DEFAULT)
     return native.dot(x[chunk.rows, :], y[chunk.rows, :], (1, 1))
 
 
-def _add(cut: Cut, state: Parts, x: Slabs, y: Array) -> Parts:
-    """State + xᵀ y; x in slabs."""
-    return tuple(part + cut.dot(slab, y, (0, 0)) for part, slab in zip(state, x, strict=True))
+def _add(config: LaunchConfig, state: Parts, x: ColumnTiles, y: Array) -> Parts:
+    """State + xᵀ y."""
+    return tuple(part + config.dot(tile, y, (0, 0)) for part, tile in zip(state, x, strict=True))
 
 
 def _below(scores: Array) -> Array:
@@ -234,13 +274,12 @@ def _below(scores: Array) -> Array:
     return jnp.where(row > column, scores, 0.0)
 
 
-def _transposed_product(cut: Cut, x: Slabs, state: Any) -> Array:
-    """x Stateᵀ; x in slabs."""
-    columns = cut.slabs(state.shape[2])
-    parts = [cut.dot(slab, state[0, :, at], (1, 1)) for slab, at in zip(x, columns, strict=True)]
-    return sum(parts[1:], start=parts[0])
+def _transposed_product(config: LaunchConfig, x: ColumnTiles, state: Any) -> Array:
+    """x Stateᵀ."""
+    columns = config.split(state.shape[2])
+    return add_up([config.dot(tile, state[0, :, at], (1, 1)) for tile, at in zip(x, columns, strict=True)])
 
 
 def _store(states: Any, n: Any, rows: Sequence[Any], state: Parts) -> None:
-    for slab, part in zip(rows, state, strict=True):
-        states[n, slab, :] = part
+    for at, part in zip(rows, state, strict=True):
+        states[n, at, :] = part

@@ -5,22 +5,20 @@ kernels are in ``gpu_kernels``.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax import Array
 
 from ..dispatch import Call, refuses_heads
-from ..linear_attention.gpu_launch import Block, Grid, links_of, split_chunks
-from ..linear_attention.gpu_parts import SLAB, Cut, Links
-from ..linear_attention.pallas_gpu import block_width
-from ..linear_attention.tuning import Tiles
+from ..gpu.chunks import ChunkMask
+from ..gpu.launch import Grid, chunk_mask, decay_gradient, pad_heads, pad_runs, pad_scalars, pad_state
+from ..gpu.products import COLUMN_TILE, LaunchConfig, Tiles
 from ..partition import by_batch_and_heads
 from ..remat import kept
 from . import gpu_kernels
-from .gpu_kernels import DecayParts
+from .gpu_kernels import DecayWrites, Inputs, KeyGradient, Pairs, QueryGradient, Scan
 
 CHUNK = 64
 WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
@@ -36,117 +34,68 @@ def refuses(call: Call) -> str | None:
 
 def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,
                runs_BT: Array | None, *, log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
-    """The delta rule by these kernels. Without a GPU they are interpreted, which is slow and for tests."""
-    y_BTHD, end_BHMD = _attend(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH)
-    return y_BTHD, end_BHMD
+    """The delta rule by these kernels, for log decays that are 0 on padding. Without a GPU they are interpreted, which
+    is slow and for tests."""
+    return _attend(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH)
 
 
-class _Launches(NamedTuple):
-    """The inputs of a call, padded to whole chunks and blocks, and what its launches share."""
+class _Padded(NamedTuple):
+    """A call's inputs, padded with zeros to whole chunks and blocks."""
 
     q: Array
     k: Array
     v: Array
-    beta_BHT: Array
-    links: Links
+    beta: Array
+    mask: ChunkMask
 
     @classmethod
     def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, runs_BT: Array | None,
-           log_decay_BTH: Array | None) -> "_Launches":
-        tokens = (0, -q_BTHM.shape[1] % CHUNK)
-        by_head = None if log_decay_BTH is None else jnp.pad(log_decay_BTH, ((0, 0), tokens, (0, 0))).transpose(0, 2, 1)
-        if runs_BT is not None:
-            runs_BT = jnp.pad(runs_BT, ((0, 0), tokens), constant_values=-1)
-        return cls(fill(q_BTHM), fill(k_BTHM), fill(v_BTHD),
-                   jnp.pad(beta_BTH.astype(jnp.float32), ((0, 0), tokens, (0, 0))).transpose(0, 2, 1),
-                   links_of(runs_BT, by_head, CHUNK))
-
-    @property
-    def carried(self) -> int:
-        """Columns of a state that a program carries: narrow tiles make more programs of the sequential part."""
-        return 32 if self.narrow else 16
+           log_decay_BTH: Array | None) -> "_Padded":
+        beta_BHT = pad_scalars(beta_BTH, CHUNK)
+        assert beta_BHT is not None
+        mask = chunk_mask(pad_runs(runs_BT, CHUNK), pad_scalars(log_decay_BTH, CHUNK), CHUNK)
+        return cls(pad_heads(q_BTHM, CHUNK), pad_heads(k_BTHM, CHUNK), pad_heads(v_BTHD, CHUNK), beta_BHT, mask)
 
     @property
     def narrow(self) -> bool:
         """Whether there are registers to load operands ahead of their use."""
-        return self.q.shape[3] <= SLAB and self.q.dtype == jnp.bfloat16
+        return self.q.shape[3] <= COLUMN_TILE and self.q.dtype == jnp.bfloat16
 
-    @property
-    def chunks(self) -> int:
-        return self.q.shape[1] // CHUNK
+    def grid(self, rows: Array, columns: Array, *, tile: int, warps: int) -> Grid:
+        """One program per chunk, for a state of these rows and columns. Products are in float32."""
+        config = LaunchConfig.of(Tiles(CHUNK, tile, warps, stages=1), self.beta)
+        return Grid.of("delta_rule", config, CHUNK, self.mask, rows, columns)
 
-    def grid(self, rows: Array, columns: Array, *, tile: int, warps: int, scan: bool = False) -> Grid:
-        """One program per chunk, or with ``scan`` per sequence. Products are in float32."""
-        stages = 2 if scan and self.narrow else 1
-        cut = Cut.of(Tiles(CHUNK, tile, warps, stages), self.beta_BHT)
-        return Grid.of(cut, self.q.shape[1] if scan else CHUNK, self.links, rows, columns, "delta_rule")
+    def scan_grid(self) -> Grid:
+        """One program per sequence, head and tile of the state's columns. Narrow tiles make more programs of the
+        sequential part."""
+        tiles = Tiles(CHUNK, 32 if self.narrow else 16, warps=4, stages=2 if self.narrow else 1)
+        return Grid.of("delta_rule", LaunchConfig.of(tiles, self.beta), self.q.shape[1], self.mask, self.q, self.v)
 
-    def systems(self, grid: Grid, given: Any = None) -> Block:
-        """A C × C matrix for each chunk; an output unless given."""
-        B, _, H, _ = self.q.shape
-        if given is None:
-            given = _output(B, H, self.chunks, CHUNK, CHUNK)
-        return Block(given, pl.BlockSpec((None, None, grid.span // CHUNK, CHUNK, CHUNK),
-                                         lambda u, h, s, b: (b, h, s, 0, 0)))
-
-    def states(self, grid: Grid, given: Any = None, *, of_rows: bool = False) -> Block:
-        """A tile of the state for each chunk, of its columns or of its rows; an output unless given."""
-        (B, _, H, M), D = self.q.shape, self.v.shape[3]
-        if given is None:
-            given = _output(B, H, self.chunks, M, D)
-        each, tile = grid.span // CHUNK, grid.tile
-        if of_rows:
-            return Block(given, pl.BlockSpec((None, None, each, tile, D), lambda u, h, s, b: (b, h, s, u, 0)))
-        return Block(given, pl.BlockSpec((None, None, each, M, tile), lambda u, h, s, b: (b, h, s, 0, u)))
-
-    def number_by_tile(self, grid: Grid) -> Block:
-        """An output with one scalar per tile and chunk."""
-        B, _, H, _ = self.q.shape
-        return Block(_output(grid.columns // grid.tile, B, H, self.chunks),
-                     pl.BlockSpec((None, None, None, grid.span // CHUNK), lambda u, h, s, b: (u, b, h, s)))
-
-    def state(self, grid: Grid, given: Any = None) -> Block:
-        """A tile of the initial or the final state; an output unless given."""
-        B, _, H, M = self.q.shape
-        if given is None:
-            given = _output(B, H, M, self.v.shape[3])
-        return Block(given, pl.BlockSpec((None, None, M, grid.tile), lambda u, h, s, b: (b, h, 0, u)))
+    def output_grid(self) -> Grid:
+        """One program per chunk and tile of D."""
+        return self.grid(self.q, self.v, tile=COLUMN_TILE, warps=4 if self.q.shape[3] <= COLUMN_TILE else 8)
 
     def inverse(self) -> Array:
-        """(1 + A)⁻¹ of every chunk."""
+        """(1 + A)⁻¹ of every chunk, (B, H, N, C, C)."""
         grid = self.grid(self.k, self.k, tile=self.k.shape[3], warps=4)
         lower = grid.launch(gpu_kernels.system_kernel, "system",
-                            {"k": grid.whole(self.k), "beta": grid.column(self.beta_BHT)},
-                            {"lower": self.systems(grid)})["lower"]
-        grid = self.grid(self.k, self.k, tile=self.k.shape[3], warps=1)._replace(links=Links())
-        return grid.launch(gpu_kernels.inverse_kernel, "inverse",
-                           {"lower": self.systems(grid, lower)},
-                           {"inverse": self.systems(grid)})["inverse"]
+                            [Inputs(k=grid.reads("bthW", self.k), beta=grid.reads("bht", self.beta))],
+                            grid.writes("bhnCC"))
+        grid = self.grid(self.k, self.k, tile=self.k.shape[3], warps=1)._replace(mask=ChunkMask())
+        return grid.launch(gpu_kernels.inverse_kernel, "inverse", [grid.reads("bhnCC", lower)], grid.writes("bhnCC"))
 
-    def scan(self, inverse: Array, initial_BHMD: Array) -> dict[str, Array]:
+    def scan(self, inverse: Array, initial_BHMD: Array) -> Scan:
         """The states before the chunks, U, and the final state."""
-        grid = self.grid(self.k, self.v, tile=self.carried, warps=4, scan=True)
+        grid = self.scan_grid()
+        inputs = Inputs(k=grid.reads("bthW", self.k), v=grid.reads("bthU", self.v), beta=grid.reads("bht", self.beta))
         return grid.launch(
             gpu_kernels.states_kernel, "states",
-            {"k": grid.whole(self.k), "v": grid.tiled(self.v), "beta": grid.column(self.beta_BHT),
-             "inverse": self.systems(grid, inverse), "start": self.state(grid, initial_BHMD)},
-            {"states": self.states(grid),
-             "written": grid.tiled(_output(*self.v.shape)), "end": self.state(grid)})
+            [inputs, grid.reads("bhnCC", inverse), grid.reads("bhWU", pad_state(initial_BHMD))], _scan_outputs(grid))
 
 
-def _output(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def fill(x_BTHW: Array) -> Array:
-    """x padded with zeros to whole chunks and a whole block of width."""
-    _, T, _, W = x_BTHW.shape
-    return jnp.pad(x_BTHW, ((0, 0), (0, -T % CHUNK), (0, 0), (0, block_width(W) - W)))
-
-
-def _fill_state(state_BHMD: Array) -> Array:
-    M, D = state_BHMD.shape[2:]
-    return jnp.pad(state_BHMD, ((0, 0), (0, 0), (0, block_width(M) - M), (0, block_width(D) - D)))
+def _scan_outputs(grid: Grid) -> Scan:
+    return Scan(grid.writes("bhnWU"), grid.writes("bthU"), grid.writes("bhWU"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=())
@@ -154,38 +103,18 @@ def _attend(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_B
     return _attend_forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH)[0]
 
 
-def _links(runs_BT: Array | None, log_decay_BTH: Array | None) -> dict[str, Array]:
-    """Runs and log decays by the letters of their dimensions."""
-    links = {"bt": runs_BT, "bth": log_decay_BTH}
-    return {letters: x for letters, x in links.items() if x is not None}
+_INPUTS = "bthm", "bthm", "bthd", "bth", "bhmd", "bt", "bth"
 
 
-def _attend_forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH):
-    links = _links(runs_BT, log_decay_BTH)
-
-    def forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, *given):
-        given = dict(zip(links, given, strict=True))
-        return _forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, given.get("bt"), given.get("bth"))
-
-    results = by_batch_and_heads(forward, ["bthm", "bthm", "bthd", "bth", "bhmd", *links], ["bthd", "bhmd"])(
-        q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, *links.values())
-    y_BTHD, end_BHMD = results
-    return (kept(y_BTHD), end_BHMD), (q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, links)
+def _attend_forward(*inputs):
+    y_BTHD, end_BHMD = by_batch_and_heads(_forward, _INPUTS, ["bthd", "bhmd"])(*inputs)
+    return (kept(y_BTHD), end_BHMD), inputs
 
 
-def _attend_backward(saved, gradients):
-    q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, links = saved
-
-    def backward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, dy_BTHD, dend_BHMD, *given):
-        given = dict(zip(links, given, strict=True))
-        return _backward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, given.get("bt"), given.get("bth"), dy_BTHD,
-                         dend_BHMD)
-
-    results = by_batch_and_heads(
-        backward, ["bthm", "bthm", "bthd", "bth", "bhmd", "bthd", "bhmd", *links],
-        ["bthm", "bthm", "bthd", "bth", "bhmd", *["bth"] * ("bth" in links)],
-    )(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, *gradients, *links.values())
-    return *results[:5], None, results[5] if "bth" in links else None
+def _attend_backward(inputs, gradients):
+    *dinputs, dlog_decay_BTH = by_batch_and_heads(
+        _backward, [*_INPUTS, "bthd", "bhmd"], ["bthm", "bthm", "bthd", "bth", "bhmd", "bth"])(*inputs, *gradients)
+    return *dinputs, None, dlog_decay_BTH
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -195,91 +124,68 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initi
              runs_BT: Array | None, log_decay_BTH: Array | None) -> tuple[Array, Array]:
     """y and the final state."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    launches = _Launches.of(q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH)
-    found = launches.scan(launches.inverse(), _fill_state(initial_BHMD))
-    q, k, v = launches.q, launches.k, launches.v
-    grid = launches.grid(q, v, tile=SLAB, warps=4 if q.shape[3] <= SLAB else 8)
-    y = grid.launch(
-        gpu_kernels.output_kernel, "output",
-        {"q": grid.whole(q), "k": grid.whole(k), "written": grid.tiled(found["written"]),
-         "states": launches.states(grid, found["states"])},
-        {"y": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype))})["y"]
-    return y[:, :T, :, :D], found["end"][:, :, :M, :D]
+    x = _Padded.of(q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH)
+    past = x.scan(x.inverse(), initial_BHMD)
+    grid = x.output_grid()
+    y = grid.launch(gpu_kernels.output_kernel, "output",
+                    [Inputs(grid.reads("bthW", x.q), grid.reads("bthW", x.k)),
+                     Scan(grid.reads("bhnWU", past.states), grid.reads("bthU", past.rows), None)],
+                    grid.writes("bthU", x.v.dtype))
+    return y[:, :T, :, :D], past.end[:, :, :M, :D]
 
 
 def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,
               runs_BT: Array | None, log_decay_BTH: Array | None, dy_BTHD: Array, dend_BHMD: Array
-              ) -> tuple[Array, ...]:
+              ) -> tuple[Array | None, ...]:
     """Gradients of q, k, v, β, the initial state and, if present, the decay."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    launches = _Launches.of(q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH)
-    q, k, v, beta, _ = launches
-    dy, decays = fill(dy_BTHD), log_decay_BTH is not None
-    inverse = launches.inverse()
-    found = launches.scan(inverse, _fill_state(initial_BHMD))
+    x = _Padded.of(q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH)
+    dy, decays = pad_heads(dy_BTHD, CHUNK), log_decay_BTH is not None
+    inverse = x.inverse()
+    forward = x.scan(inverse, initial_BHMD)
 
-    grid = launches.grid(q, v, tile=SLAB, warps=4 if q.shape[3] <= SLAB else 8)
+    grid = x.output_grid()
     local = grid.launch(gpu_kernels.local_gradient_kernel, "local_gradient",
-                        {"q": grid.whole(q), "k": grid.whole(k), "dy": grid.tiled(dy)},
-                        {"local": grid.tiled(_output(*v.shape))})["local"]
-    grid = launches.grid(q, v, tile=launches.carried, warps=4, scan=True)
-    like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
-    errors = grid.tiled(_output(*v.shape))
-    after = grid.launch(
+                        [Inputs(grid.reads("bthW", x.q), grid.reads("bthW", x.k), dy=grid.reads("bthU", dy))],
+                        grid.writes("bthU"))
+    grid = x.scan_grid()
+    backward: Scan = grid.launch(
         gpu_kernels.state_gradients_kernel, "state_gradients",
-        {"q": grid.whole(q), "k": grid.whole(k), "dy": grid.tiled(dy), "beta": grid.column(beta),
-         "inverse": launches.systems(grid, inverse), "local": grid.tiled(local),
-         "start": launches.state(grid, _fill_state(dend_BHMD))},
-        {"gradients": launches.states(grid), "errors": errors,
-         "end": launches.state(grid)})
+        [Inputs(grid.reads("bthW", x.q), grid.reads("bthW", x.k), beta=grid.reads("bht", x.beta),
+                dy=grid.reads("bthU", dy)),
+         grid.reads("bhnCC", inverse), grid.reads("bthU", local), grid.reads("bhWU", pad_state(dend_BHMD))],
+        _scan_outputs(grid))
 
-    grid = launches.grid(k, v, tile=v.shape[3], warps=8)
-    written, column = grid.tiled(found["written"]), grid.column(_output(*beta.shape))
-    pairs = grid.launch(
+    grid = x.grid(x.k, x.v, tile=x.v.shape[3], warps=8)
+    pairs: Pairs = grid.launch(
         gpu_kernels.pairs_kernel, "pairs",
-        {"q": grid.whole(q) if decays else None, "k": grid.whole(k), "v": grid.tiled(v), "dy": grid.tiled(dy),
-         "beta": grid.column(beta), "written": written, "errors": grid.tiled(after["errors"])},
-        {"dqueries": launches.systems(grid), "dkeys": launches.systems(grid),
-         "dv": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype)), "dbeta": column,
-         "inside": column if decays else None})
+        [Inputs(grid.reads("bthW", x.q if decays else None), grid.reads("bthW", x.k), grid.reads("bthU", x.v),
+                grid.reads("bht", x.beta), grid.reads("bthU", dy)),
+         grid.reads("bthU", forward.rows), grid.reads("bthU", backward.rows)],
+        Pairs(grid.writes("bhnCC"), grid.writes("bhnCC"), grid.writes("bthU", x.v.dtype), grid.writes("bht"),
+              grid.writes("bht") if decays else None))
 
-    # From here on tiles are of M.
-    grid = launches.grid(v, k, tile=SLAB, warps=8)
-    dqueries, dkeys = (launches.systems(grid, pairs[name]) for name in ("dqueries", "dkeys"))
-    states = launches.states(grid, found["states"], of_rows=True)
-    of_queries = grid.launch(
+    # From here on tiles are of M: the states' rows are the columns of the grid.
+    grid = x.grid(x.v, x.k, tile=COLUMN_TILE, warps=8)
+    dq: QueryGradient = grid.launch(
         gpu_kernels.query_gradient_kernel, "dq",
-        {"q": grid.tiled(q) if decays else None, "k": grid.tiled(k), "dy": grid.whole(dy), "states": states,
-         "dqueries": dqueries},
-        {"dq": grid.tiled(like_k), "reads": grid.column_by_tile() if decays else None})
-    grid = launches.grid(v, k, tile=SLAB // 2, warps=8)
-    dqueries, dkeys = (launches.systems(grid, pairs[name]) for name in ("dqueries", "dkeys"))
-    states = launches.states(grid, found["states"], of_rows=True)
-    of_keys = grid.launch(
+        [Inputs(grid.reads("bthU", x.q if decays else None), grid.reads("bthU", x.k), dy=grid.reads("bthW", dy)),
+         grid.reads("bhnUW", forward.states), grid.reads("bhnCC", pairs.dqueries)],
+        QueryGradient(grid.writes("bthU", x.k.dtype), grid.writes("ubht") if decays else None))
+    grid = x.grid(x.v, x.k, tile=COLUMN_TILE // 2, warps=8)
+    dk: KeyGradient = grid.launch(
         gpu_kernels.key_gradient_kernel, "dk",
-        {"q": grid.tiled(q), "k": grid.tiled(k), "beta": grid.column(beta), "written": grid.whole(found["written"]),
-         "errors": grid.whole(after["errors"]), "states": states,
-         "gradients": launches.states(grid, after["gradients"], of_rows=True), "dqueries": dqueries, "dkeys": dkeys},
-        {"dk": grid.tiled(like_k), "reads": grid.column_by_tile(),
-         "decay": DecayParts(grid.column_by_tile(), launches.number_by_tile(grid)) if decays else None})
-    reads_BHT = of_keys["reads"].sum(axis=0)
-    dbeta_BTH = (pairs["dbeta"] - reads_BHT).transpose(0, 2, 1)[:, :T]
-    results = (of_queries["dq"][:, :T, :, :M], of_keys["dk"][:, :T, :, :M], pairs["dv"][:, :T, :, :D],
-               dbeta_BTH.astype(beta_BTH.dtype), after["end"][:, :, :M, :D])
-    if not decays:
-        return results
-    dlog_decay_BHT = _decay_gradient(pairs["inside"] + of_queries["reads"].sum(axis=0) - beta * reads_BHT,
-                                     *(x.sum(axis=0) for x in of_keys["decay"]))
-    dlog_decay_BTH = dlog_decay_BHT.transpose(0, 2, 1)[:, :T]
-    if runs_BT is not None:
-        dlog_decay_BTH = jnp.where(runs_BT[:, :, None] < 0, 0.0, dlog_decay_BTH)
-    return *results, dlog_decay_BTH
-
-
-def _decay_gradient(from_here_BHT: Array, writes_BHT: Array, across_BHN: Array) -> Array:
-    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), with P_ij the weight of a pair times its gradient. Pairs with a token in the
-    chunk of t and pairs across the chunk are summed separately."""
-    from_here_BHNC, behind_BHNC = split_chunks(from_here_BHT, CHUNK), split_chunks(writes_BHT, CHUNK)
-    sums_BHNC = (lax.cumsum(from_here_BHNC, axis=3, reverse=True) + jnp.cumsum(behind_BHNC, axis=3) - behind_BHNC
-                 + across_BHN[..., None])
-    return sums_BHNC.reshape(from_here_BHT.shape)
+        [Inputs(grid.reads("bthU", x.q), grid.reads("bthU", x.k), beta=grid.reads("bht", x.beta)),
+         *(Scan(grid.reads("bhnUW", scan.states), grid.reads("bthW", scan.rows), None) for scan in (forward, backward)),
+         Pairs(grid.reads("bhnCC", pairs.dqueries), grid.reads("bhnCC", pairs.dkeys))],
+        KeyGradient(grid.writes("bthU", x.k.dtype), grid.writes("ubht"),
+                    DecayWrites(grid.writes("ubht"), grid.writes("ubhn")) if decays else None))
+    reads_BHT = dk.reads.sum(axis=0)
+    dbeta_BTH = (pairs.dbeta - reads_BHT).transpose(0, 2, 1)[:, :T]
+    dlog_decay_BTH = None
+    if dk.decay is not None:
+        behind_BHT, across_BHN = (terms.sum(axis=0) for terms in dk.decay)
+        inside_BHT = pairs.inside + dq.reads.sum(axis=0) - x.beta * reads_BHT
+        dlog_decay_BTH = decay_gradient(inside_BHT, behind_BHT, across_BHN)[:, :T]
+    return (dq.dq[:, :T, :, :M], dk.dk[:, :T, :, :M], pairs.dv[:, :T, :, :D], dbeta_BTH.astype(beta_BTH.dtype),
+            backward.end[:, :, :M, :D], dlog_decay_BTH)

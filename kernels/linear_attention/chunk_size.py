@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .pallas_gpu import block_width, operand_dtype
+from ..gpu.products import block_width, operand_dtype
 from .tuning import ChunkSizes, kernel_chunk_sizes
 
 CHUNK = 64

@@ -19,7 +19,11 @@ by ε alone, or q_i·N_i (below) without normalisation. In bfloat16 the sum over
 and the sums inside it from the same P, so that pairs that do not cross t cancel to 0.
 
 A kernel is one program: one sequence, head, span and tile. Its arguments are blocks of memory, (span, width) or
-(span,), or None where the variant has none. ``gpu_parts`` has the shared parts.
+(span,), or None where the variant has none. The parts that it shares with other kernels are in ``kernels/gpu/``.
+
+The layout: the state of a scan stays in registers, in full width of one array and a tile of the other, because each
+chunk reads and updates all of it. Which array is whole decides what a program can compute without another's result:
+y and dv need whole keys, dq and dk whole values. Hence the launches for dq and dk carry the transposed state.
 """
 
 from typing import Any, NamedTuple
@@ -27,19 +31,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ..state import EPSILON
-from .gpu_parts import (
-    Before,
+from ..gpu.chunks import (
+    CarryIn,
     Chunk,
-    Cut,
-    Links,
-    Slabs,
+    ChunkMask,
     Sums,
     add_to_state,
     add_to_total,
     from_columns,
-    make_scores,
-    matmul,
     multiply_total,
     read_total,
     scale_rows,
@@ -48,6 +47,51 @@ from .gpu_parts import (
     sums_before,
     zero_sums,
 )
+from ..gpu.products import ColumnTiles, LaunchConfig, make_scores, matmul
+from ..state import EPSILON
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads of each token."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    dy: Any = None
+    r: Any = None
+    e: Any = None
+
+
+class Output(NamedTuple):
+    """What the forward pass writes."""
+
+    y: Any
+    denominator: Any
+    """d, where y is normalised: the same for every tile."""
+    end: Sums | None
+    """The sums after the span, in the serial schedule."""
+
+
+class QueryGradient(NamedTuple):
+    """What the kernel for dq writes."""
+
+    dq: Any
+    e: Any
+    """By tile."""
+    reads: Any
+    """By tile, for the gradient of a decay: Σ_j P_ij over the tokens j before the chunk of i."""
+    states: Sums | None
+    """For the same: S and z before each chunk."""
+
+
+class KeyGradient(NamedTuple):
+    """What the kernel for dk writes."""
+
+    dk: Any
+    dv: Any
+    end: Sums | None
+    """The gradients of the sums before the span, in the serial schedule."""
+    decay: "DecayWrites | None"
 
 
 class DecayWrites(NamedTuple):
@@ -58,130 +102,126 @@ class DecayWrites(NamedTuple):
     behind: Any
     """Σ_i P_ij over the tokens i after j's chunk."""
     across: Any
-    """By chunk, Σ P_ij over the tokens j before it and i after it: the kept part of S and z times dS and dz."""
+    """By chunk, Σ P_ij over the tokens j before it and i after it: the carried part of S and z times dS and dz."""
 
 
-def states_kernel(cut: Cut, *, k: Any, v: Any, links: Links, end: Sums) -> None:
+def states_kernel(config: LaunchConfig, x: Inputs, mask: ChunkMask, end: Sums) -> None:
     """What a span adds to the state and to the sum of keys.
 
         S = Σ_j k_j v_jᵀ      z = Σ_j k_j
     """
-    span, M = k.shape
-    rows, tile = cut.slabs(M), v.shape[1]
+    span, M = x.k.shape
+    rows, tile = config.split(M), x.v.shape[1]
 
     def step(chunk: Chunk, sums: Any) -> Any:
-        state, total = chunk.kept(sums)
-        k_slabs, v_tile = Slabs(cut, k, chunk.rows), cut.load(v, chunk.rows)
-        total = add_to_total(cut, chunk, total, k_slabs)
-        return add_to_state(cut, chunk, state, k_slabs, v_tile), total
+        state, total = chunk.carried(sums)
+        k, v_tile = ColumnTiles(config, x.k, chunk.rows), config.load(x.v, chunk.rows)
+        total = add_to_total(config, chunk, total, k)
+        return add_to_state(config, chunk, state, k, v_tile), total
 
-    store_sums(end, scan(step, zero_sums(rows, tile, rows), span, cut.tiles.chunk, links), rows, rows)
+    store_sums(end, scan(step, zero_sums(rows, tile, rows), span, config.tiles.chunk, mask), rows, rows)
 
 
-def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, links: Links, end: Sums) -> None:
+def state_gradients_kernel(config: LaunchConfig, x: Inputs, mask: ChunkMask, end: Sums) -> None:
     """What a span adds to the gradient of the sums before it, transposed.
 
         dSᵀ = Σ_i dy_i (r_i q_i)ᵀ      dz = Σ_i e_i r_i q_i
     """
-    span, width = dy.shape
-    rows, tile = cut.slabs(width), q.shape[1]
+    span, width = x.dy.shape
+    rows, tile = config.split(width), x.q.shape[1]
 
     def step(chunk: Chunk, sums: Any) -> Any:
-        state, total = chunk.kept(sums)
-        dy_slabs, q_tile = Slabs(cut, dy, chunk.rows), cut.load(q, chunk.rows)
-        if e is not None:
-            total = add_to_total(cut, chunk, total, [q_tile], e[chunk.rows] * r[chunk.rows])
-        return add_to_state(cut, chunk, state, dy_slabs, scale_rows(q_tile, _numbers(r, chunk))), total
+        state, total = chunk.carried(sums)
+        dy, q_tile = ColumnTiles(config, x.dy, chunk.rows), config.load(x.q, chunk.rows)
+        if x.e is not None:
+            total = add_to_total(config, chunk, total, [q_tile], x.e[chunk.rows] * x.r[chunk.rows])
+        return add_to_state(config, chunk, state, dy, scale_rows(q_tile, _scalars(x.r, chunk))), total
 
-    sums = scan(step, zero_sums(rows, tile, cut.whole(tile)), span, cut.tiles.chunk, links, reverse=True)
-    store_sums(end, sums, rows, cut.whole(tile))
+    sums = scan(step, zero_sums(rows, tile, config.whole(tile)), span, config.tiles.chunk, mask, reverse=True)
+    store_sums(end, sums, rows, config.whole(tile))
 
 
-def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, links: Links, before: Before, y: Any,
-                  denominator: Any, end: Sums | None) -> None:
-    """A tile of the output, the denominator, which is the same for every tile, and the sums after the span.
+def output_kernel(config: LaunchConfig, x: Inputs, before: CarryIn, mask: ChunkMask, out: Output) -> None:
+    """A tile of the output, the denominator, and the sums after the span.
 
         d_i = z·q_i + Σ_{j≤i} q_i·k_j      y_i = r_i (Sᵀ q_i + Σ_{j≤i} (q_i·k_j) v_j)
         S + Σ_j k_j v_jᵀ      z + Σ_j k_j
     """
-    span, M = k.shape
-    rows = cut.slabs(M)
+    span, M = x.k.shape
+    rows = config.split(M)
     total_rows = [] if before.total is None else rows
 
     def step(chunk: Chunk, sums: Any) -> Any:
         S, z = sums
-        state, total = chunk.kept(sums)
-        q_slabs, k_slabs = Slabs(cut, q, chunk.rows), Slabs(cut, k, chunk.rows)
-        v_tile = cut.load(v, chunk.rows)
+        state, total = chunk.carried(sums)
+        q, k = ColumnTiles(config, x.q, chunk.rows), ColumnTiles(config, x.k, chunk.rows)
+        v_tile = config.load(x.v, chunk.rows)
         if total_rows:
-            total = add_to_total(cut, chunk, total, k_slabs)
-        scores = chunk.inside(make_scores(cut, q_slabs, k_slabs))
-        out = chunk.reading(matmul(cut, q_slabs, S)) + cut.dot(scores.astype(cut.operand), v_tile, (1, 0))
-        if denominator is not None:
-            d_C = jnp.sum(scores, axis=1) + chunk.reading(multiply_total(cut, q_slabs, z))
-            denominator[chunk.rows] = d_C
-            out *= (1 / (d_C + EPSILON))[:, None]
-        y[chunk.rows, :] = out.astype(y.dtype)
-        return add_to_state(cut, chunk, state, k_slabs, v_tile), total
+            total = add_to_total(config, chunk, total, k)
+        scores = chunk.inside(make_scores(config, q, k))
+        y = chunk.reading(matmul(config, q, S)) + config.dot(scores.astype(config.operand), v_tile, (1, 0))
+        if out.denominator is not None:
+            d_C = jnp.sum(scores, axis=1) + chunk.reading(multiply_total(config, q, z))
+            out.denominator[chunk.rows] = d_C
+            y *= (1 / (d_C + EPSILON))[:, None]
+        out.y[chunk.rows, :] = y.astype(out.y.dtype)
+        return add_to_state(config, chunk, state, k, v_tile), total
 
-    sums = scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, links)
-    if end is not None:
-        store_sums(end, sums, rows, total_rows)
+    sums = scan(step, sums_before(before, rows, total_rows), span, config.tiles.chunk, mask)
+    if out.end is not None:
+        store_sums(out.end, sums, rows, total_rows)
 
 
-def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, links: Links,
-                          before: Before, e: Any, dq: Any, made_e: Any, reads: Any,
-                          states: Sums | None) -> None:
+def query_gradient_kernel(config: LaunchConfig, x: Inputs, before: CarryIn, mask: ChunkMask,
+                          out: QueryGradient) -> None:
     """A tile of the gradient of φ(q), from the transposed state.
 
         N_i = S dy_i + Σ_{j≤i} (dy_i·v_j) k_j      e_i = −r_i q_i·N_i      dq_i = r_i (N_i + e_i (z + Σ_{j≤i} k_j))
 
     e is −dy·y. It is computed from N and not from the rounded y, so that it has the rounding errors of N, which cancel
     in dq along q (``state.remove_rounding_along_z`` is another way). e is a sum over tiles. With one tile it is written
-    to ``made_e`` beside dq. With more, a first launch writes each tile's part, and a second takes their sum as ``e`` in
-    place of q. Without normalisation dq is N, and e = −q·N is used by the decay alone, as are ``states``, the S and z
-    before each chunk, and ``reads``, Σ_j P_ij over the tokens j before it.
+    beside dq. With more, a first launch writes each tile's part, and a second takes their sum as ``x.e`` in place of q.
+    Without normalisation dq is N, and e = −q·N is used by the decay alone.
     """
-    span, D = v.shape
-    rows, tile = cut.slabs(D), k.shape[1]
-    total_rows = [] if before.total is None else cut.whole(tile)
+    span, D = x.v.shape
+    rows, tile = config.split(D), x.k.shape[1]
+    total_rows = [] if before.total is None else config.whole(tile)
 
     def step(chunk: Chunk, sums: Any) -> Any:
         S, z = sums
-        state, total = chunk.kept(sums)
-        r_C = _numbers(r, chunk)
-        k_tile = cut.load(k, chunk.rows)
-        dy_slabs, v_slabs = Slabs(cut, dy, chunk.rows), Slabs(cut, v, chunk.rows)
+        state, total = chunk.carried(sums)
+        r_C = _scalars(x.r, chunk)
+        k_tile = config.load(x.k, chunk.rows)
+        dy, v = ColumnTiles(config, x.dy, chunk.rows), ColumnTiles(config, x.v, chunk.rows)
         if total_rows:
-            total = add_to_total(cut, chunk, total, [k_tile])
-        scores = chunk.inside(make_scores(cut, dy_slabs, v_slabs))
-        from_state = chunk.reading(matmul(cut, dy_slabs, S))
-        out = from_state + cut.dot(scores.astype(cut.operand), k_tile, (1, 0))
-        e_C = _numbers(e, chunk)
-        if made_e is not None:
-            e_C = -scale_rows(jnp.sum(q[chunk.rows, :].astype(jnp.float32) * out, axis=1), r_C)
-            made_e[chunk.rows] = e_C
-        if dq is not None:
+            total = add_to_total(config, chunk, total, [k_tile])
+        scores = chunk.inside(make_scores(config, dy, v))
+        from_state = chunk.reading(matmul(config, dy, S))
+        dq = from_state + config.dot(scores.astype(config.operand), k_tile, (1, 0))
+        e_C = _scalars(x.e, chunk)
+        if out.e is not None:
+            e_C = -scale_rows(jnp.sum(x.q[chunk.rows, :].astype(jnp.float32) * dq, axis=1), r_C)
+            out.e[chunk.rows] = e_C
+        if out.dq is not None:
             if e_C is not None and r_C is not None:
-                from_total = chunk.reading(read_total(cut, z[0]))
-                keys = from_total + cut.dot(chunk.weights().astype(cut.operand), k_tile, (1, 0))
-                out = (out + e_C[:, None] * keys) * r_C[:, None]
+                from_total = chunk.reading(read_total(config, z[0]))
+                keys = from_total + config.dot(chunk.weights().astype(config.operand), k_tile, (1, 0))
+                dq = (dq + e_C[:, None] * keys) * r_C[:, None]
                 from_state = (from_state + e_C[:, None] * from_total) * r_C[:, None]
-            dq[chunk.rows, :] = out.astype(dq.dtype)
-        if reads is not None:
-            reads[chunk.rows] = jnp.sum(q[chunk.rows, :].astype(jnp.float32) * from_state, axis=1)
-        if states is not None:
-            for columns, part in zip(rows, S, strict=True):
-                states.state[chunk.n, columns, :] = part
-            states.total[chunk.n, :] = from_columns(z[0])
-        return add_to_state(cut, chunk, state, v_slabs, k_tile), total
+            out.dq[chunk.rows, :] = dq.astype(out.dq.dtype)
+        if out.reads is not None:
+            out.reads[chunk.rows] = jnp.sum(x.q[chunk.rows, :].astype(jnp.float32) * from_state, axis=1)
+        if out.states is not None:
+            for at, part in zip(rows, S, strict=True):
+                out.states.state[chunk.n, at, :] = part
+            out.states.total[chunk.n, :] = from_columns(z[0])
+        return add_to_state(config, chunk, state, v, k_tile), total
 
-    scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, links)
+    scan(step, sums_before(before, rows, total_rows), span, config.tiles.chunk, mask)
 
 
-def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, e: Any, links: Links,
-                        before: Before, dk: Any, dv: Any, end: Sums | None,
-                        states: Sums | None, decay: DecayWrites | None) -> None:
+def key_gradient_kernel(config: LaunchConfig, x: Inputs, before: CarryIn, states: Sums | None, mask: ChunkMask,
+                        out: KeyGradient) -> None:
     """A tile of the gradient of φ(k), and with a tile of full width the gradient of v from the same scan.
 
         dk_j = dz + dS v_j + Σ_{i≥j} (dy_i·v_j + e_i) r_i q_i      dv_j = dSᵀ k_j + Σ_{i≥j} (q_i·k_j) r_i dy_i
@@ -190,73 +230,72 @@ def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, e:
     dS and dz are gradients of the sums after the chunk, and become those of the sums before it. ``states``, S and z,
     are for the gradient of the decay.
     """
-    span, D = v.shape
-    rows, tile = cut.slabs(D), q.shape[1]
+    span, D = x.v.shape
+    rows, tile = config.split(D), x.q.shape[1]
 
     def step(chunk: Chunk, sums: Any) -> Any:
         dS, dz = sums
-        state, total = kept = chunk.kept(sums)
-        v_slabs, dy_slabs = Slabs(cut, v, chunk.rows), Slabs(cut, dy, chunk.rows)
-        q_tile = cut.load(q, chunk.rows)
-        rq_tile = scale_rows(q_tile, _numbers(r, chunk))
-        if e is not None:
-            total = add_to_total(cut, chunk, total, [q_tile], e[chunk.rows] * r[chunk.rows])
-        scores = make_scores(cut, v_slabs, dy_slabs)
-        scores = chunk.inside(scores if e is None else scores + e[chunk.rows][None, :])
-        behind = chunk.reading(matmul(cut, v_slabs, dS) + read_total(cut, dz[0]))
-        inside = cut.dot(scores.astype(cut.operand), rq_tile, (1, 0))
-        dk[chunk.rows, :] = (behind + inside).astype(dk.dtype)
-        if dv is not None or (decay is not None and cut.operand == jnp.bfloat16):
-            k_tile = cut.load(k, chunk.rows)
-            products = cut.dot(k_tile, rq_tile, (1, 1))
+        state, total = carried = chunk.carried(sums)
+        v, dy = ColumnTiles(config, x.v, chunk.rows), ColumnTiles(config, x.dy, chunk.rows)
+        q_tile = config.load(x.q, chunk.rows)
+        rq_tile = scale_rows(q_tile, _scalars(x.r, chunk))
+        if x.e is not None:
+            total = add_to_total(config, chunk, total, [q_tile], x.e[chunk.rows] * x.r[chunk.rows])
+        scores = make_scores(config, v, dy)
+        scores = chunk.inside(scores if x.e is None else scores + x.e[chunk.rows][None, :])
+        behind = chunk.reading(matmul(config, v, dS) + read_total(config, dz[0]))
+        inside = config.dot(scores.astype(config.operand), rq_tile, (1, 0))
+        out.dk[chunk.rows, :] = (behind + inside).astype(out.dk.dtype)
+        if out.dv is not None or (out.decay is not None and config.operand == jnp.bfloat16):
+            k_tile = config.load(x.k, chunk.rows)
+            products = config.dot(k_tile, rq_tile, (1, 1))
         else:
             k_tile = products = jnp.zeros(())
-        if decay is not None and states is not None:
-            keys = k[chunk.rows, :].astype(jnp.float32)
-            if cut.operand == jnp.bfloat16:
+        if out.decay is not None and states is not None:
+            keys = x.k[chunk.rows, :].astype(jnp.float32)
+            if config.operand == jnp.bfloat16:
                 pairs = products * scores
-                decay.inside[chunk.rows] = jnp.sum(pairs, axis=1) - jnp.sum(pairs, axis=0)
+                out.decay.inside[chunk.rows] = jnp.sum(pairs, axis=1) - jnp.sum(pairs, axis=0)
             else:
-                decay.inside[chunk.rows] = jnp.sum(keys * inside, axis=1)
-            decay.behind[chunk.rows] = jnp.sum(keys * behind, axis=1)
-            across = jnp.sum(states.total[chunk.n, :] * from_columns(kept[1][0]))
-            for columns, part in zip(rows, kept[0], strict=True):
-                across += jnp.sum(states.state[chunk.n, columns, :] * part)
-            decay.across[chunk.n] = across
-        if dv is not None:
-            scores = chunk.inside(products).astype(cut.operand)
-            for columns, dy_slab, part in zip(rows, dy_slabs, dS, strict=True):
-                out = chunk.reading(cut.dot(k_tile, part.astype(cut.operand), (1, 1)))
-                dv[chunk.rows, columns] = (out + cut.dot(scores, dy_slab, (1, 0))).astype(dv.dtype)
-        return add_to_state(cut, chunk, state, dy_slabs, rq_tile), total
+                out.decay.inside[chunk.rows] = jnp.sum(keys * inside, axis=1)
+            out.decay.behind[chunk.rows] = jnp.sum(keys * behind, axis=1)
+            across = jnp.sum(states.total[chunk.n, :] * from_columns(carried[1][0]))
+            for at, part in zip(rows, carried[0], strict=True):
+                across += jnp.sum(states.state[chunk.n, at, :] * part)
+            out.decay.across[chunk.n] = across
+        if out.dv is not None:
+            scores = chunk.inside(products).astype(config.operand)
+            for at, dy_tile, part in zip(rows, dy, dS, strict=True):
+                dv = chunk.reading(config.dot(k_tile, part.astype(config.operand), (1, 1)))
+                out.dv[chunk.rows, at] = (dv + config.dot(scores, dy_tile, (1, 0))).astype(out.dv.dtype)
+        return add_to_state(config, chunk, state, dy, rq_tile), total
 
-    start = sums_before(before, rows, cut.whole(tile), reverse=True)
-    sums = scan(step, start, span, cut.tiles.chunk, links, reverse=True)
-    if end is not None:
-        store_sums(end, sums, rows, cut.whole(tile))
+    start = sums_before(before, rows, config.whole(tile), reverse=True)
+    sums = scan(step, start, span, config.tiles.chunk, mask, reverse=True)
+    if out.end is not None:
+        store_sums(out.end, sums, rows, config.whole(tile))
 
 
-def value_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, r: Any, links: Links, before: Before,
-                          dv: Any) -> None:
+def value_gradient_kernel(config: LaunchConfig, x: Inputs, before: CarryIn, mask: ChunkMask, dv: Any) -> None:
     """A tile of the gradient of v, where the kernel above has no registers for it.
 
         dv_j = dSᵀ k_j + Σ_{i≥j} (q_i·k_j) r_i dy_i
     """
-    span, M = k.shape
-    rows = cut.slabs(M)
+    span, M = x.k.shape
+    rows = config.split(M)
 
     def step(chunk: Chunk, sums: Any) -> Any:
-        (dS, _), (state, _) = sums, chunk.kept(sums)
-        k_slabs, q_slabs = Slabs(cut, k, chunk.rows), Slabs(cut, q, chunk.rows)
-        rdy_tile = scale_rows(cut.load(dy, chunk.rows), _numbers(r, chunk))
-        scores = chunk.inside(make_scores(cut, k_slabs, q_slabs))
-        out = chunk.reading(matmul(cut, k_slabs, dS)) + cut.dot(scores.astype(cut.operand), rdy_tile, (1, 0))
+        (dS, _), (state, _) = sums, chunk.carried(sums)
+        k, q = ColumnTiles(config, x.k, chunk.rows), ColumnTiles(config, x.q, chunk.rows)
+        rdy_tile = scale_rows(config.load(x.dy, chunk.rows), _scalars(x.r, chunk))
+        scores = chunk.inside(make_scores(config, k, q))
+        out = chunk.reading(matmul(config, k, dS)) + config.dot(scores.astype(config.operand), rdy_tile, (1, 0))
         dv[chunk.rows, :] = out.astype(dv.dtype)
-        return add_to_state(cut, chunk, state, q_slabs, rdy_tile), ()
+        return add_to_state(config, chunk, state, q, rdy_tile), ()
 
-    scan(step, sums_before(before, rows, [], reverse=True), span, cut.tiles.chunk, links, reverse=True)
+    scan(step, sums_before(before, rows, [], reverse=True), span, config.tiles.chunk, mask, reverse=True)
 
 
-def _numbers(x: Any, chunk: Chunk) -> Array | None:
+def _scalars(x: Any, chunk: Chunk) -> Array | None:
     """The scalars of a chunk's tokens."""
     return None if x is None else x[chunk.rows]

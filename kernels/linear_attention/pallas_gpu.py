@@ -24,18 +24,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax import Array
 
 from .. import device
 from ..dispatch import Call, refuses_heads
+from ..gpu.chunks import Sums
+from ..gpu.launch import Grid, chunk_mask, decay_gradient, pad_heads, pad_runs, pad_scalars, pad_state
+from ..gpu.products import LaunchConfig, Tiles, block_width, operand_dtype
 from ..partition import by_batch_and_heads
 from ..remat import kept
 from ..state import EPSILON, State
 from . import gpu_kernels
-from .gpu_kernels import DecayWrites
-from .gpu_launch import Grid, links_of, split_chunks
-from .gpu_parts import Cut, Links, Sums, operand_dtype
+from .gpu_kernels import DecayWrites, Inputs, KeyGradient, Output, QueryGradient
 from .tuning import ChunkSizes, Plan, plan, plan_with_decay, tiles_with_decay
 
 WIDEST = 256
@@ -108,61 +108,6 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def block_width(width: int) -> int:
-    """The width of a block: a power of two that the matrix units take."""
-    return max(16, pl.next_power_of_2(width))
-
-
-class _Padded(NamedTuple):
-    """A call's inputs, padded with zeros to whole spans and blocks."""
-
-    q: Array
-    k: Array
-    v: Array
-    initial: State
-    runs_BT: Array | None
-    log_decay_BHT: Array | None
-    plan: Plan
-
-    @classmethod
-    def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-           log_decay_BTH: Array | None, chosen: Plan) -> "_Padded":
-        T, M, D = q_BTHM.shape[1], block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3])
-        if log_decay_BTH is not None:
-            log_decay_BTH = log_decay_BTH.astype(jnp.float32)
-            if runs_BT is not None:
-                log_decay_BTH = jnp.where(runs_BT[:, :, None] < 0, 0.0, log_decay_BTH)
-            log_decay_BTH = jnp.pad(log_decay_BTH, ((0, 0), (0, -T % chosen.span), (0, 0)))
-        if runs_BT is not None:
-            runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % chosen.span)), constant_values=-1)
-        return cls(_fill(q_BTHM, M, chosen), _fill(k_BTHM, M, chosen), _fill(v_BTHD, D, chosen),
-                   _fill_state(initial, M, D), runs_BT,
-                   None if log_decay_BTH is None else log_decay_BTH.transpose(0, 2, 1), chosen)
-
-    def links(self, chunk: int) -> Links:
-        """Segments and decay of the call, in chunks of this length."""
-        return links_of(self.runs_BT, self.log_decay_BHT, chunk)
-
-    @property
-    def serial(self) -> bool:
-        return self.plan.schedule == "serial"
-
-
-def _fill(x_BTHW: Array, width: int, chosen: Plan) -> Array:
-    _, T, _, W = x_BTHW.shape
-    return jnp.pad(x_BTHW, ((0, 0), (0, -T % chosen.span), (0, 0), (0, width - W)))
-
-
-def _fill_state(state: State, M: int, D: int) -> State:
-    rows, columns = (0, M - state.s_BHMD.shape[2]), (0, D - state.s_BHMD.shape[3])
-    return State(jnp.pad(state.s_BHMD, ((0, 0), (0, 0), rows, columns)), jnp.pad(state.z_BHM, ((0, 0), (0, 0), rows)))
-
-
-def _turned(state: State) -> State:
-    """States with rows and columns exchanged."""
-    return State(state.s_BHMD.swapaxes(-2, -1), state.z_BHM)
-
-
 MakePlan = Callable[[int, int, int, int, int, jnp.dtype], Plan]
 """(B, T, H, M, D, dtype of the operands) ↦ the plan."""
 
@@ -183,185 +128,178 @@ def attend(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
 
 
 def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan, log_decay_BTH):
-    links = {"bt": runs_BT, "bth": log_decay_BTH}
-    links = {letters: x for letters, x in links.items() if x is not None}
     chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
-
-    def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *given):
-        given = dict(zip(links, given, strict=True))
-        return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), given.get("bt"), given.get("bth"), normalize,
-                        chosen)
-
-    y_BTHD, s_BHMD, z_BHM, *results = by_batch_and_heads(
-        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", *links],
-        ["bthd", "bhmd", "bhm", *_letters_saved(chosen, normalize)],
-    )(q_BTHM, k_BTHM, v_BTHD, *initial, *links.values())
-    y_BTHD, results = kept((y_BTHD, results))
-    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, links, results)
+    y_BTHD, s_BHMD, z_BHM, *saved = by_batch_and_heads(
+        functools.partial(_forward, chosen, normalize), ["bthm", "bthm", "bthd", "bt", "bth", "bhmd", "bhm"],
+        ["bthd", "bhmd", "bhm", *_SAVED])(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH, *initial)
+    y_BTHD, saved = kept((y_BTHD, saved))
+    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH, *initial, *saved)
 
 
-def _letters_saved(chosen: Plan, normalize: bool) -> list[str]:
-    """Letters of the denominator and of the spans' sums, which the forward pass saves."""
-    return ["bht"] * normalize + ["bhnpq", "bhnp"] * (chosen.schedule == "parallel")
+_SAVED = "bht", "bhspq", "bhsp"
+"""Letters of what the forward pass saves: the denominator, and the sums of the spans, or None."""
 
 
 def _attend_backward(normalize, make_plan, saved, gradients):
-    q_BTHM, k_BTHM, v_BTHD, initial, links, results = saved
     dy_BTHD, dend = gradients
+    q_BTHM, k_BTHM, v_BTHD, *_ = saved
     chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
-    letters = _letters_saved(chosen, normalize)
-
-    def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *given):
-        found = dict(zip([*letters, *links], given, strict=True))
-        updates = State(found["bhnpq"], found["bhnp"]) if "bhnp" in found else None
-        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), found.get("bt"), found.get("bth"),
-                         found.get("bht"), updates, dy_BTHD, State(ds_BHMD, dz_BHM), chosen)
-
-    dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM, *dlog_decay = by_batch_and_heads(
-        backward,
-        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *letters, *links],
-        ["bthm", "bthm", "bthd", "bhmd", "bhm", *["bth"] * ("bth" in links)],
-    )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *results, *links.values())
-    return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None, dlog_decay[0] if dlog_decay else None
+    dq_BTHM, dk_BTHM, dv_BTHD, dlog_decay_BTH, ds_BHMD, dz_BHM = by_batch_and_heads(
+        functools.partial(_backward, chosen),
+        ["bthm", "bthm", "bthd", "bt", "bth", "bhmd", "bhm", *_SAVED, "bthd", "bhmd", "bhm"],
+        ["bthm", "bthm", "bthd", "bth", "bhmd", "bhm"])(*saved, dy_BTHD, *dend)
+    return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None, dlog_decay_BTH
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-             log_decay_BTH: Array | None, normalize: bool, chosen: Plan) -> tuple[Array, ...]:
+class _Padded(NamedTuple):
+    """A call's inputs, padded with zeros to whole spans and blocks."""
+
+    x: Inputs
+    initial: State
+    runs_BT: Array | None
+    log_decay_BHT: Array | None
+    plan: Plan
+
+    @classmethod
+    def of(cls, chosen: Plan, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, runs_BT: Array | None,
+           log_decay_BTH: Array | None, s_BHMD: Array, z_BHM: Array) -> "_Padded":
+        return cls(Inputs(*(pad_heads(x, chosen.span) for x in (q_BTHM, k_BTHM, v_BTHD))),
+                   _pad_sums(s_BHMD, z_BHM), pad_runs(runs_BT, chosen.span), pad_scalars(log_decay_BTH, chosen.span),
+                   chosen)
+
+    def grid(self, tiles: Tiles, rows: Array, columns: Array) -> Grid:
+        """The grid for a state of these rows and columns."""
+        return Grid.of("linear_attention", LaunchConfig.of(tiles, *self.x[:3]), self.plan.span,
+                       chunk_mask(self.runs_BT, self.log_decay_BHT, tiles.chunk), rows, columns)
+
+
+def _pad_sums(s_BHMD: Array, z_BHM: Array) -> State:
+    return State(pad_state(s_BHMD), jnp.pad(z_BHM, ((0, 0), (0, 0), (0, block_width(z_BHM.shape[2]) - z_BHM.shape[2]))))
+
+
+def _transposed(state: State | None) -> Any:
+    """States with rows and columns exchanged."""
+    return None if state is None else State(state.s_BHMD.swapaxes(-2, -1), state.z_BHM)
+
+
+def _forward(chosen: Plan, normalize: bool, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, runs_BT: Array | None,
+             log_decay_BTH: Array | None, s_BHMD: Array, z_BHM: Array) -> tuple[Array | None, ...]:
     """y, the final sums, the denominator (B, H, T) where y is divided by it, and what each span adds to the sums."""
     T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)
-    q, k, v, start, *_ = padded
-    grid = Grid.of(Cut.of(chosen.forward, q, k, v), chosen.span, padded.links(chosen.forward.chunk), k, v)
+    padded = _Padded.of(chosen, q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH, s_BHMD, z_BHM)
+    (q, k, v, *_), start = padded.x, padded.initial
+    grid = padded.grid(chosen.forward, k, v)
+    inputs = Inputs(k=grid.reads("bthW", k), v=grid.reads("bthU", v))
     updates = None
-    if not padded.serial:
-        updates = State(*grid.launch(gpu_kernels.states_kernel, "states", {"k": grid.whole(k), "v": grid.tiled(v)},
-                                     {"end": grid.end(of_rows=True)})["end"])
-    found = grid.launch(
+    if chosen.schedule == "parallel":
+        updates = State(*grid.launch(gpu_kernels.states_kernel, "states", [inputs], grid.end(of_rows=True)))
+    out: Output = grid.launch(
         gpu_kernels.output_kernel, "forward",
-        {"q": grid.whole(q), "k": grid.whole(k), "v": grid.tiled(v),
-         "before": grid.before(start, updates, of_rows=True, total=normalize or updates is None)},
-        {"y": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype)),
-         "denominator": grid.column(_column_like(q)) if normalize else None,
-         "end": grid.end(of_rows=True) if updates is None else None})
-    end = _only_span(found["end"]) if updates is None else grid.end_of_sequence(start, updates)
-    results = (found["y"][:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])
-    denominator = (found["denominator"][:, :, :T],) if normalize else ()
-    return *results, *denominator, *(updates or ())
+        [inputs._replace(q=grid.reads("bthW", q)),
+         grid.before(start, updates, of_rows=True, total=normalize or updates is None)],
+        Output(grid.writes("bthU", v.dtype), grid.writes("bht") if normalize else None,
+               grid.end(of_rows=True) if updates is None else None))
+    end = _only_span(out.end) if updates is None else grid.end_of_sequence(start, updates)
+    return (out.y[:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M],
+            out.denominator[:, :, :T] if normalize else None, *(updates or (None, None)))
 
 
-def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-              log_decay_BTH: Array | None, denominator_BHT: Array | None, updates: State | None, dy_BTHD: Array,
-              dend: State, chosen: Plan) -> tuple[Array, ...]:
-    """Gradients of q, k, v, the initial sums and, if present, the decay.
+def _backward(chosen: Plan, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, runs_BT: Array | None,
+              log_decay_BTH: Array | None, s_BHMD: Array, z_BHM: Array, denominator_BHT: Array | None,
+              update_s_BHSPQ: Array | None, update_z_BHSP: Array | None, dy_BTHD: Array, ds_BHMD: Array, dz_BHM: Array
+              ) -> tuple[Array | None, ...]:
+    """Gradients of q, k, v, the decay and the initial sums, from what the forward pass saves and those of its results.
 
-    ``updates`` are what each span adds, as saved by the forward pass; None in the serial schedule.
+    The updates are what each span adds; None in the serial schedule.
     """
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)
-    dy = _fill(dy_BTHD, padded.v.shape[3], padded.plan)
+    padded = _Padded.of(chosen, q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH, s_BHMD, z_BHM)
+    updates = None if update_s_BHSPQ is None or update_z_BHSP is None else State(update_s_BHSPQ, update_z_BHSP)
     r = None
     if denominator_BHT is not None:
-        r = jnp.pad(1 / (denominator_BHT + EPSILON), ((0, 0), (0, 0), (0, padded.q.shape[1] - T)))
-    links = padded.links(chosen.backward.chunk)
-    dq, e, reads, states = _query_gradient(padded, updates, dy, r)
-    after = _fill_state(dend, padded.q.shape[3], padded.v.shape[3])
-    dk, dv, dinitial, writes = _key_and_value_gradients(padded, links, dy, r, e, after, states)
-    results = (dq[:, :T, :, :M], dk[:, :T, :, :M], dv[:, :T, :, :D],
-               dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])
-    if log_decay_BTH is None or reads is None or writes is None:
-        return results
-    dlog_decay_BTH = _decay_gradient(reads, writes, chosen.backward.chunk).transpose(0, 2, 1)[:, :T]
-    if runs_BT is not None:
-        dlog_decay_BTH = jnp.where(runs_BT[:, :, None] < 0, 0.0, dlog_decay_BTH)
-    return *results, dlog_decay_BTH.astype(log_decay_BTH.dtype)
+        r = jnp.pad(1 / (denominator_BHT + EPSILON), ((0, 0), (0, 0), (0, padded.x.q.shape[1] - T)))
+    padded = padded._replace(x=padded.x._replace(dy=pad_heads(dy_BTHD, chosen.span), r=r))
+    dq, e, reads, states = _query_gradient(padded, updates)
+    padded = padded._replace(x=padded.x._replace(e=e))
+    dk, dv, dinitial, writes = _key_and_value_gradients(padded, _pad_sums(ds_BHMD, dz_BHM), states)
+    dlog_decay_BTH = None
+    if log_decay_BTH is not None and reads is not None and writes is not None:
+        inside, behind, across = (x.sum(axis=0) for x in writes)
+        dlog_decay_BTH = decay_gradient(reads - inside, behind, across)[:, :T].astype(log_decay_BTH.dtype)
+    return (dq[:, :T, :, :M], dk[:, :T, :, :M], dv[:, :T, :, :D], dlog_decay_BTH,
+            dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])
 
 
-def _query_gradient(padded: _Padded, updates: State | None, dy: Array, r: Array | None
+def _query_gradient(padded: _Padded, updates: State | None
                     ) -> tuple[Array, Array | None, Array | None, Sums | None]:
     """dφ(q); e where y is normalised; and with a decay the reads, and S and z before each chunk."""
-    q, k, v, start, *_, chosen = padded
-    grid = Grid.of(Cut.of(chosen.queries, q, k, v), chosen.span, padded.links(chosen.queries.chunk), v, k)
-    updates = None if updates is None else _turned(updates)
+    x, r = padded.x, padded.x.r
+    grid = padded.grid(padded.plan.queries, x.v, x.k)
     decays = padded.log_decay_BHT is not None
 
-    def launch(name: str, e: Array | None = None, *, dq: bool, made_e: bool) -> dict[str, Any]:
-        return grid.launch(
-            gpu_kernels.query_gradient_kernel, name,
-            {"q": grid.tiled(q) if made_e or decays else None, "k": grid.tiled(k), "v": grid.whole(v),
-             "dy": grid.whole(dy), "r": grid.column(r), "e": grid.column(e),
-             "before": grid.before(_turned(start), updates, total=dq and (r is not None or decays))},
-            {"dq": grid.tiled(jax.ShapeDtypeStruct(q.shape, q.dtype)) if dq else None,
-             "made_e": grid.column_by_tile() if made_e else None,
-             "reads": grid.column_by_tile() if dq and decays and grid.cut.operand == jnp.bfloat16 else None,
-             "states": grid.states() if dq and decays else None})
+    def launch(name: str, e: Array | None = None, *, dq: bool, makes_e: bool) -> QueryGradient:
+        inputs = Inputs(
+            grid.reads("bthU", x.q if makes_e or decays else None), grid.reads("bthU", x.k), grid.reads("bthW", x.v),
+            grid.reads("bthW", x.dy), grid.reads("bht", r), grid.reads("bht", e))
+        before = grid.before(_transposed(padded.initial), _transposed(updates), total=dq and (r is not None or decays))
+        return grid.launch(gpu_kernels.query_gradient_kernel, name, [inputs, before], QueryGradient(
+            grid.writes("bthU", x.q.dtype) if dq else None, grid.writes("ubht") if makes_e else None,
+            grid.writes("ubht") if dq and decays and grid.config.operand == jnp.bfloat16 else None,
+            Sums(grid.writes("bhnWU"), grid.writes("bhnU")) if dq and decays else None))
 
     if r is None or grid.tile == grid.columns:
-        found = launch("dq", dq=True, made_e=r is not None or decays)
-        e = None if found["made_e"] is None else found["made_e"].sum(axis=0)
+        out = launch("dq", dq=True, makes_e=r is not None or decays)
+        e = None if out.e is None else out.e.sum(axis=0)
     else:
-        e = launch("e", dq=False, made_e=True)["made_e"].sum(axis=0)
-        found = launch("dq", e, dq=True, made_e=False)
+        e = launch("e", dq=False, makes_e=True).e.sum(axis=0)
+        out = launch("dq", e, dq=True, makes_e=False)
     reads = None
-    if found["reads"] is not None:
-        reads = found["reads"].sum(axis=0)
+    if out.reads is not None:
+        reads = out.reads.sum(axis=0)
     elif decays and e is not None:
         reads = -e if r is None else -EPSILON * r * e
-    return found["dq"], None if r is None else e, reads, found["states"]
+    return out.dq, None if r is None else e, reads, out.states
 
 
-def _key_and_value_gradients(padded: _Padded, links: Links, dy: Array, r: Array | None, e: Array | None,
-                             after: State, states: Sums | None
+def _key_and_value_gradients(padded: _Padded, after: State, states: Sums | None
                              ) -> tuple[Array, Array, State, DecayWrites | None]:
     """dφ(k), dv, the gradient of the initial sums from that of the final sums, and terms of the decay's gradient."""
-    q, k, v, *_, chosen = padded
-    cut = Cut.of(chosen.backward, q, k, v)
-    grid = Grid.of(cut, chosen.span, links, dy, q)
+    x = padded.x
+    grid = padded.grid(padded.plan.backward, x.dy, x.q)
+    inputs = Inputs(grid.reads("bthU", x.q), dy=grid.reads("bthW", x.dy), r=grid.reads("bht", x.r),
+                    e=grid.reads("bht", x.e))
     updates = None
-    if not padded.serial:
-        updates = State(*grid.launch(
-            gpu_kernels.state_gradients_kernel, "state_gradients",
-            {"dy": grid.whole(dy), "q": grid.tiled(q), "r": grid.column(r), "e": grid.column(e)},
-            {"end": grid.end()})["end"])
-    joined = grid.tile == grid.columns and cut.operand == jnp.bfloat16 and q.shape[3] * v.shape[3] <= JOINED
-    found = grid.launch(
+    if padded.plan.schedule == "parallel":
+        updates = State(*grid.launch(gpu_kernels.state_gradients_kernel, "state_gradients", [inputs], grid.end()))
+    joined = (grid.tile == grid.columns and grid.config.operand == jnp.bfloat16
+              and x.q.shape[3] * x.v.shape[3] <= JOINED)
+    decay = None
+    if states is not None:
+        states = Sums(grid.reads("bhnWU", states.state), grid.reads("bhnU", states.total))
+        decay = DecayWrites(grid.writes("ubht"), grid.writes("ubht"), grid.writes("ubhn"))
+    out: KeyGradient = grid.launch(
         gpu_kernels.key_gradient_kernel, "dk_dv" if joined else "dk",
-        {"q": grid.tiled(q), "k": grid.tiled(k) if joined or states is not None else None, "v": grid.whole(v),
-         "dy": grid.whole(dy), "r": grid.column(r), "e": grid.column(e),
-         "before": grid.before(_turned(after), updates, reverse=True),
-         "states": None if states is None else grid.states(states)},
-        {"dk": grid.tiled(jax.ShapeDtypeStruct(k.shape, k.dtype)),
-         "dv": grid.whole(jax.ShapeDtypeStruct(v.shape, v.dtype)) if joined else None,
-         "decay": None if states is None else grid.decay_writes(),
-         "end": grid.end() if updates is None else None})
-    dinitial = _turned(_only_span(found["end"]) if updates is None else
-                       grid.end_of_sequence(_turned(after), updates, reverse=True))
+        [inputs._replace(k=grid.reads("bthU", x.k if joined or states is not None else None),
+                         v=grid.reads("bthW", x.v)),
+         grid.before(_transposed(after), updates, reverse=True), states],
+        KeyGradient(grid.writes("bthU", x.k.dtype), grid.writes("bthW", x.v.dtype) if joined else None,
+                    grid.end() if updates is None else None, decay))
+    dinitial = _transposed(_only_span(out.end) if updates is None else
+                           grid.end_of_sequence(_transposed(after), updates, reverse=True))
     if joined:
-        return found["dk"], found["dv"], dinitial, found["decay"]
-    grid = Grid.of(cut, chosen.span, links, q, dy)
+        return out.dk, out.dv, dinitial, out.decay
+    grid = padded.grid(padded.plan.backward, x.q, x.dy)
     dv = grid.launch(
         gpu_kernels.value_gradient_kernel, "dv",
-        {"q": grid.whole(q), "k": grid.whole(k), "dy": grid.tiled(dy), "r": grid.column(r),
-         "before": grid.before(after, None if updates is None else _turned(updates), total=False, reverse=True)},
-        {"dv": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype))})["dv"]
-    return found["dk"], dv, dinitial, found["decay"]
+        [Inputs(grid.reads("bthW", x.q), grid.reads("bthW", x.k), dy=grid.reads("bthU", x.dy),
+                r=grid.reads("bht", x.r)),
+         grid.before(after, _transposed(updates), total=False, reverse=True)], grid.writes("bthU", x.v.dtype))
+    return out.dk, dv, dinitial, out.decay
 
 
-def _decay_gradient(reads_BHT: Array, writes: DecayWrites, C: int) -> Array:
-    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), from the reads and from what the kernel for dk writes, by tile."""
-    inside_BHNC, behind_BHNC = (split_chunks(x.sum(axis=0), C) for x in (writes.inside, writes.behind))
-    from_here_BHNC = lax.cumsum(split_chunks(reads_BHT, C) - inside_BHNC, axis=3, reverse=True)
-    up_to_here_BHNC = jnp.cumsum(behind_BHNC, axis=3) - behind_BHNC
-    return (from_here_BHNC + up_to_here_BHNC + writes.across.sum(axis=0)[..., None]).reshape(reads_BHT.shape)
-
-
-def _only_span(end: Sums) -> State:
+def _only_span(end: Sums | None) -> State:
+    assert end is not None
     return State(*(x[:, :, 0] for x in end))
-
-
-def _column_like(x_BTHW: Array) -> jax.ShapeDtypeStruct:
-    """A scalar for each token and head."""
-    B, T, H, _ = x_BTHW.shape
-    return jax.ShapeDtypeStruct((B, H, T), jnp.float32)

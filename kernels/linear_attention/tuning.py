@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import device
+from ..gpu.products import Tiles
 
 TABLE = Path(__file__).with_name("tuning.json")
 LONG = 4096
@@ -39,19 +40,6 @@ class ChunkSizes(NamedTuple):
 
     forward: int
     backward: int
-
-
-class Tiles(NamedTuple):
-    """Launch parameters of one kernel."""
-
-    chunk: int
-    """C: tokens whose scores are held at once."""
-    tile: int
-    """Columns of a program's state, of D in the forward pass."""
-    warps: int
-    """Groups of 32 threads in a program."""
-    stages: int
-    """Chunks whose loads are in flight at once."""
 
 
 class Plan(NamedTuple):

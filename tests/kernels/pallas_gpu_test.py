@@ -271,6 +271,7 @@ def test_decay_is_the_recurrence(case, kind, schedule):
         return *outputs, *pull(cotangents)
 
     def attend(q, k, v, s, z, log_decay):
+        log_decay = jnp.where(runs_BT[..., None] < 0, 0.0, log_decay)
         y, end = pallas_gpu(q, k, v, State(s, z), runs_BT if case.segments else None, causal=True,
                             normalize=case.normalize, schedule=schedule, log_decay_BTH=log_decay,
                             chunk_sizes=tuning.ChunkSizes(64, 64))
