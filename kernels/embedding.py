@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from . import device
 from .cases import REFERENCE, Arrays, Case
-from .mixed_precision import product, wide
+from .mixed_precision import product, to_float32
 
 ROWS = 128
 """Positions of a block."""
@@ -43,7 +43,7 @@ def _forward(tokens_BT, embedding_VE):
 def _backward(saved, dx_BTE):
     tokens_BT, embedding_VE = saved
     V, E = embedding_VE.shape
-    return None, _sums(tokens_BT.reshape(-1), wide(dx_BTE).reshape(-1, E), V).astype(embedding_VE.dtype)
+    return None, _sums(tokens_BT.reshape(-1), to_float32(dx_BTE).reshape(-1, E), V).astype(embedding_VE.dtype)
 
 
 _embed.defvjp(_forward, _backward)

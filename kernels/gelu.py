@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .cases import REFERENCE, Arrays, Case
-from .mixed_precision import rounded, wide
+from .mixed_precision import rounded, to_float32
 
 _RATE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
@@ -21,7 +21,7 @@ def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
     The backward pass saves x; autodiff would also save the tanh, as large as a hidden layer.
     """
-    return rounded(jax.nn.gelu(wide(x), approximate=True), x.dtype)
+    return rounded(jax.nn.gelu(to_float32(x), approximate=True), x.dtype)
 
 
 def _forward(x):
@@ -30,7 +30,7 @@ def _forward(x):
 
 def _backward(x, dy):
     # (1 + tanh u) / 2 as 1 / (1 + exp(−2u)): XLA would find a tanh in the forward pass and save it, on every device.
-    dtype, x, dy = x.dtype, wide(x), wide(dy)
+    dtype, x, dy = x.dtype, to_float32(x), to_float32(dy)
     sigmoid = 1 / (1 + jnp.exp(-2 * _RATE * x * (1 + _CUBE * x * x)))
     slope = sigmoid + x * sigmoid * (1 - sigmoid) * (2 * _RATE) * (1 + 3 * _CUBE * x * x)
     return rounded(slope * dy, dtype),

@@ -18,11 +18,11 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: A
     dtype = dtype or jnp.promote_types(jnp.float32, jnp.result_type(x, y))
     if x.dtype == y.dtype == jnp.bfloat16 and cpu.applies(cpu.product):
         return cpu.product(formula, x, y, dtype)
-    wide = exact and max(x.dtype.itemsize, y.dtype.itemsize) > 2
-    return jnp.einsum(formula, x, y, preferred_element_type=dtype, precision=lax.Precision.HIGHEST if wide else None)
+    precision = lax.Precision.HIGHEST if exact and max(x.dtype.itemsize, y.dtype.itemsize) > 2 else None
+    return jnp.einsum(formula, x, y, preferred_element_type=dtype, precision=precision)
 
 
-def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def to_float32(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """x in float32 or better."""
     return x.astype(jnp.promote_types(jnp.float32, x.dtype))
 

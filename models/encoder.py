@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import EncoderConfig, Remat
-from kernels.mixed_precision import wide
+from kernels.mixed_precision import to_float32
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.rotary import angles
@@ -90,7 +90,8 @@ class Encoder(nnx.Module):
         if length > self.config.context:
             raise ValueError(f"a row of inputs has {length} positions; expected at most model.context, "
                              f"{self.config.context}")
-        x_BTE = self.frame_projection(wide(inputs)) if self.token_embedding is None else self.token_embedding(inputs)
+        x_BTE = (self.frame_projection(to_float32(inputs)) if self.token_embedding is None
+                 else self.token_embedding(inputs))
         positions_BT = None if segment_ids_BT is None else positions_of(segment_ids_BT)
         if valid_BT is not None:
             segment_ids_BT = jnp.where(valid_BT, 0, -1).astype(jnp.int32)
@@ -223,7 +224,7 @@ class Classifier(nnx.Module):
             for tower, (tokens, mask) in enumerate(zip(tokens_BT, valid, strict=True)))
         x_BE = jnp.concatenate([a_BE, b_BE := others[0], a_BE * b_BE, a_BE - b_BE], axis=-1) if others else a_BE
         hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(self.config.dtype)))
-        return self.head_output(wide(hidden_BF))[:, 0]
+        return self.head_output(to_float32(hidden_BF))[:, 0]
 
 
 def resolve_config(config: EncoderConfig) -> EncoderConfig:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import cross_entropy
 from kernels.layer_norm import Norm, layer_norm
-from kernels.mixed_precision import product, wide
+from kernels.mixed_precision import product, to_float32
 from kernels.partition import by_tokens
 from kernels.projection import unembed
 
@@ -106,7 +106,8 @@ class LogisticsHead(Head):
 
     def _mixtures(self, x_BTE: Array) -> Array:
         """The parameters of each mixture, (B, T, P)."""
-        x_BTE = wide(layer_norm(x_BTE, *self.norm._replace(dtype=jnp.promote_types(jnp.float32, self.norm.dtype))))
+        norm = self.norm._replace(dtype=jnp.promote_types(jnp.float32, self.norm.dtype))
+        x_BTE = to_float32(layer_norm(x_BTE, *norm))
         # A narrow logistic magnifies the rounding of its mean.
         return product("bte,ep->btp", x_BTE, self.weight_EP, exact=True) + self.bias_P[None, None]
 

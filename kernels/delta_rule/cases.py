@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
-from ..mixed_precision import wide
+from ..mixed_precision import to_float32
 from .api import delta_rule, pick_implementation
 
 FORMS = ("chunked", "recurrent")
@@ -179,7 +179,7 @@ CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_ON_A_GPU)
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:
     """With β = 0.5 and keys of length 1, which keep the recurrence stable."""
-    k_BTHM = wide(k_BTHM)
+    k_BTHM = to_float32(k_BTHM)
     k_BTHM = (k_BTHM / jnp.linalg.norm(k_BTHM, axis=-1, keepdims=True)).astype(v_BTHD.dtype)
     beta_BTH = jnp.full(k_BTHM.shape[:3], 0.5, v_BTHD.dtype)
     return delta_rule(q_BTHM, k_BTHM, v_BTHD, beta_BTH, **options)[0]

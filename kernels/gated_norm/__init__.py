@@ -1,6 +1,6 @@
 """A norm of each head, and a gate."""
 
 from .api import gated_norm
-from .formula import gated_norm_wide
+from .formula import gated_norm_float32
 
-__all__ = ["gated_norm", "gated_norm_wide"]
+__all__ = ["gated_norm", "gated_norm_float32"]

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from .. import checks, cpu
 from ..head_tiles import has_tiles
-from ..mixed_precision import wide
-from .formula import gated_norm_wide
+from ..mixed_precision import to_float32
+from .formula import gated_norm_float32
 from .pallas_gpu import gated_norm_tiles
 
 Activation = Literal["none", "sigmoid", "silu"]
@@ -54,7 +54,7 @@ def gated_norm(
 def _elementwise(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, bias_HD: Array | None,
                  activation: str) -> Array:
     scale, bias = (None if x_HD is None else x_HD[None, None] for x_HD in (scale_HD, bias_HD))
-    gate = None if gate_BTHD is None else wide(gate_BTHD)
+    gate = None if gate_BTHD is None else to_float32(gate_BTHD)
     gate = gate if gate is None or bias is None else gate + bias
-    y = gated_norm_wide(wide(y_BTHD), scale, gate, activation=activation, width=y_BTHD.shape[3])
+    y = gated_norm_float32(to_float32(y_BTHD), scale, gate, activation=activation, width=y_BTHD.shape[3])
     return cpu.compute_once(y.astype(y_BTHD.dtype))

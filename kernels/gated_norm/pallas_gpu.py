@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float
 
 from ..head_tiles import HeadTiles, Tile
-from .formula import gated_norm_wide
+from .formula import gated_norm_float32
 
 TOKENS, VECTORS = ("y", "gate"), ("scale", "bias")
 """Names of the arguments that have a row for each token, and of those that all tokens share."""
@@ -82,4 +82,4 @@ def _load(tile: Tile, refs: dict[str, Any]) -> Given:
 def _computed(given: Given, *, activation: str, width: int) -> Array:
     """Norm and gate of a tile."""
     gate = given["gate"] + given["bias"] if "bias" in given else given.get("gate")
-    return gated_norm_wide(given["y"], given.get("scale"), gate, activation=activation, width=width)
+    return gated_norm_float32(given["y"], given.get("scale"), gate, activation=activation, width=width)

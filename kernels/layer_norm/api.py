@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from .. import cpu
 from ..gpu import has_kernel
-from ..mixed_precision import rounded, wide
+from ..mixed_precision import rounded, to_float32
 from .moments import Moments, rest_of
 from .pallas_gpu import layer_norm_gradient, layer_norm_of_sum
 
@@ -56,7 +56,7 @@ def _layer_norm(x_BTE, scale_E, bias_E, epsilon, dtype):
 
 
 def _forward(x_BTE, scale_E, bias_E, epsilon, dtype):
-    x = wide(x_BTE)
+    x = to_float32(x_BTE)
     # Less the first channel, x is near 0 wherever its mean is, so that one pass over it gives mean and variance.
     first = x[:, :, :1]
     shifted = x - first

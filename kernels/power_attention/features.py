@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..mixed_precision import wide
+from ..mixed_precision import to_float32
 
 MOST_FEATURES = 10_000
 """What a state may have for each value of a head."""
@@ -29,7 +29,7 @@ def count_features(head_width: int, degree: int) -> int:
 
 def expand(x_BTHD: Float[Array, "*b D"], degree: int) -> Float[Array, "*b M"]:
     """φ(x), in float32 or better."""
-    x = wide(x_BTHD)
+    x = to_float32(x_BTHD)
     if degree == 1:
         return x
     return _square(x) if degree == 2 else _power(x, degree)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from .. import cpu
 from ..head_norm import HeadActivation, HeadNorm, activate_and_normalise
 from ..layer_norm import Norm, layer_norm
-from ..mixed_precision import product, wide
+from ..mixed_precision import product, to_float32
 from ..projection import is_one_token_on_gpu, project
 from ..projection.decode import projection_decode
 from ..short_convolution import (
@@ -106,7 +106,7 @@ def _project(x_BTE: Array, weights: Sequence[HeadWeights], norm: Norm | None, *,
 
 
 def _project_exact(x_BTE: Array, weight: HeadWeights) -> Array:
-    x_BTE = wide(x_BTE)
+    x_BTE = to_float32(x_BTE)
     return product("bte,ef->btf", x_BTE, weight.w_EF.astype(x_BTE.dtype), exact=True) + weight.bias_F[None, None]
 
 
@@ -121,5 +121,5 @@ def _activate_and_normalise(x_BTHD: Array, activation: HeadActivation, norm: Hea
 # Elementwise, in float32 or better: the backward pass computes the intermediates again rather than save them.
 @functools.partial(jax.checkpoint, static_argnums=(1, 2))
 def _elementwise(x_BTHD: Array, activation: HeadActivation, norm: HeadNorm) -> Array:
-    x = activate_and_normalise(wide(x_BTHD), activation, norm, width=x_BTHD.shape[-1])
+    x = activate_and_normalise(to_float32(x_BTHD), activation, norm, width=x_BTHD.shape[-1])
     return cpu.compute_once(x.astype(x_BTHD.dtype))

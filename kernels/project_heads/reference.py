@@ -8,7 +8,7 @@ from jax import Array
 
 from ..layer_norm import Norm
 from ..layer_norm.reference import reference as layer_norm_reference
-from ..mixed_precision import wide
+from ..mixed_precision import to_float32
 from ..short_convolution.reference import short_convolution_reference
 from .weights import HeadWeights
 
@@ -18,12 +18,12 @@ def project_heads_reference(x_BTE: Array, weights: Sequence[HeadWeights], *, hea
                             lengths_B: Array | None = None, norm: Norm | None = None,
                             ) -> tuple[list[Array], list[Array] | None]:
     """:func:`project_heads` in float32 or better; ``runs_BT`` of ``kernels.segments`` in place of segment ids."""
-    x_BTE = wide(x_BTE)
+    x_BTE = to_float32(x_BTE)
     if norm is not None:
         x_BTE = layer_norm_reference(x_BTE, norm.scale_E, norm.bias_E, norm.epsilon, x_BTE.dtype)
     results, history = [], []
     for i, weight in enumerate(weights):
-        x_BTF = jnp.einsum("bte,ef->btf", x_BTE, wide(weight.w_EF)) + weight.bias_F[None, None]
+        x_BTF = jnp.einsum("bte,ef->btf", x_BTE, to_float32(weight.w_EF)) + weight.bias_F[None, None]
         if weight.taps_KF is not None:
             if before is not None:
                 history.append(_last(before[i], x_BTF, lengths_B))

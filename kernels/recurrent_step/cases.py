@@ -44,17 +44,17 @@ class RecurrentStepCase(Case):
 
     def make_shapes(self) -> Arrays:
         B, H, M, D, K = self.B, self.H, self.M, self.D, self.K
-        wide = jnp.promote_types(jnp.float32, self.dtype)
-        shapes: Arrays = {"s": jax.ShapeDtypeStruct((B, H, M, D), wide), "gate": jax.ShapeDtypeStruct((B, 1, H), wide),
-                          "rate": jax.ShapeDtypeStruct((H,), wide)}
-        shapes["beta" if self.delta else "z"] = jax.ShapeDtypeStruct((B, 1, H) if self.delta else (B, H, M), wide)
+        dtype = jnp.promote_types(jnp.float32, self.dtype)  # of states, taps and scales
+        shapes: Arrays = {"s": jax.ShapeDtypeStruct((B, H, M, D), dtype),
+                          "gate": jax.ShapeDtypeStruct((B, 1, H), dtype), "rate": jax.ShapeDtypeStruct((H,), dtype)}
+        shapes["beta" if self.delta else "z"] = jax.ShapeDtypeStruct((B, 1, H) if self.delta else (B, H, M), dtype)
         for name, width in (("q", M), ("k", M), ("v", D)):
             shapes[name] = jax.ShapeDtypeStruct((B, 1, H, width), self.dtype)
             if self.around:
-                shapes[f"{name} taps"] = jax.ShapeDtypeStruct((K, H, width), wide)
+                shapes[f"{name} taps"] = jax.ShapeDtypeStruct((K, H, width), dtype)
                 shapes[f"{name} before"] = jax.ShapeDtypeStruct((B, K - 1, H, width), self.dtype)
         if self.around:
-            shapes["scale"] = jax.ShapeDtypeStruct((H, D), wide)
+            shapes["scale"] = jax.ShapeDtypeStruct((H, D), dtype)
             shapes["output gate"] = jax.ShapeDtypeStruct((B, 1, H, D), self.dtype)
         return shapes
 

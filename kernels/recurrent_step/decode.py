@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from .. import device
-from ..gated_norm import gated_norm_wide
+from ..gated_norm import gated_norm_float32
 from ..gpu import triton
 from ..head_norm import activate_and_normalise
 from ..short_convolution.decode import convolve_head, load_rows, store_rows
@@ -148,7 +148,7 @@ def decode(q: TokenInput, k: TokenInput, v: TokenInput, s_BHMD: Array, z_BHM: Ar
             if epsilon is not None:
                 y_D = y_D / (jnp.sum(q_M * z_M) + epsilon)
         if output is not None:
-            y_D = gated_norm_wide(y_D, scale_D, gate_D, activation=output.activation, width=D)
+            y_D = gated_norm_float32(y_D, scale_D, gate_D, activation=output.activation, width=D)
         triton.store(y_ref.at[:], y_D.astype(y_ref.dtype), mask=in_head_D)
 
     # Grid: tiles of D, heads, sequences. With several tiles each reads z, so none may change it.

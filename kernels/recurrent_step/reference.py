@@ -5,9 +5,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..gated_norm import gated_norm_wide
+from ..gated_norm import gated_norm_float32
 from ..head_norm import activate_and_normalise
-from ..mixed_precision import wide
+from ..mixed_precision import to_float32
 from .types import HeadOutput, PerHead, StepResult, TokenInput
 
 
@@ -33,22 +33,22 @@ def recurrent_step_reference(q: TokenInput, k: TokenInput, v: TokenInput, s_BHMD
         assert z_BHM is not None
         y_BHD = y_BHD / (jnp.sum(q_BHM * z_BHM, axis=-1, keepdims=True) + epsilon)
     if output is not None:
-        scale, gate = (None if x is None else wide(x) for x in (output.scale_HD, output.gate_BTHD))
-        y_BHD = gated_norm_wide(y_BHD, None if scale is None else scale[None], None if gate is None else gate[:, 0],
+        scale, gate = (None if x is None else to_float32(x) for x in (output.scale_HD, output.gate_BTHD))
+        y_BHD = gated_norm_float32(y_BHD, None if scale is None else scale[None], None if gate is None else gate[:, 0],
                                 activation=output.activation, width=y_BHD.shape[-1])
     return StepResult(y_BHD[:, None].astype(v.x_BTHD.dtype), s_BHMD, z_BHM, before)
 
 
 def _prepare(token: TokenInput) -> tuple[Array, Array | None]:
     """The input after convolution, activation and norm, and the previous tokens of the next step."""
-    x_BHD, before_BPHD = wide(token.x_BTHD[:, 0]), None
+    x_BHD, before_BPHD = to_float32(token.x_BTHD[:, 0]), None
     if token.taps_KHD is not None:
         assert token.before_BPHD is not None
         both_BKHD = jnp.concatenate([token.before_BPHD, token.x_BTHD.astype(token.before_BPHD.dtype)], axis=1)
-        x_BHD, before_BPHD = jnp.sum(wide(both_BKHD) * token.taps_KHD[None], axis=1), both_BKHD[:, 1:]
+        x_BHD, before_BPHD = jnp.sum(to_float32(both_BKHD) * token.taps_KHD[None], axis=1), both_BKHD[:, 1:]
     return activate_and_normalise(x_BHD, token.activation, token.norm, width=x_BHD.shape[-1]), before_BPHD
 
 
 def _evaluate(number: PerHead) -> Array:
     """The number of all heads, (B, H)."""
-    return number.evaluate(*(wide(x[:, 0] if x.ndim > 1 else x[None]) for x in number.arrays))
+    return number.evaluate(*(to_float32(x[:, 0] if x.ndim > 1 else x[None]) for x in number.arrays))

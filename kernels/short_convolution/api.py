@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import checks
 from ..context import NO_RUN, devices_of, tokens_before, with_tokens_before
-from ..mixed_precision import rounded, wide
+from ..mixed_precision import rounded, to_float32
 from ..partition import CONTEXT_AXIS, on_each_device, split_of_heads
 from ..segments import Order, runs_of
 
@@ -93,7 +93,7 @@ def _total(terms: Iterable[Array]) -> Array:
 
 
 def _shifted(padded_BSF: Array, first: int, tokens: int) -> Array:
-    return wide(padded_BSF[:, first:first + tokens])
+    return to_float32(padded_BSF[:, first:first + tokens])
 
 
 def _same_run(x_BTF: Array, runs_BS: Array | None, back: int) -> Array:
@@ -127,7 +127,7 @@ def _convolve_backward(saved, dy_BTF):
     for k in range(K):
         back = K - 1 - k
         read_BTF = _same_run(dy_BTF, runs_BS, back)
-        dtaps.append(jnp.sum(_shifted(padded_BSF, k, T) * wide(read_BTF), axis=(0, 1)))
+        dtaps.append(jnp.sum(_shifted(padded_BSF, k, T) * to_float32(read_BTF), axis=(0, 1)))
         dx.append(_read_back(read_BTF, back, K) * taps_KF[k][None, None])
     dx_BSF = rounded(_total(dx), x_BTF.dtype)
     return dx_BSF[:, K - 1:], jnp.stack(dtaps).astype(taps_KF.dtype), dx_BSF[:, :K - 1], None

@@ -3,15 +3,15 @@
 import jax.numpy as jnp
 from jax import Array
 
-from ..mixed_precision import wide
+from ..mixed_precision import to_float32
 
 
 def short_convolution_reference(x_BTF: Array, taps_KF: Array, before_BPF: Array | None, runs_BT: Array | None) -> Array:
     """A masked T × T matrix of taps for each channel, differentiated by autodiff."""
-    x = wide(x_BTF)
+    x = to_float32(x_BTF)
     P = 0
     if before_BPF is not None:
-        x, P = jnp.concatenate([wide(before_BPF), x], axis=1), before_BPF.shape[1]
+        x, P = jnp.concatenate([to_float32(before_BPF), x], axis=1), before_BPF.shape[1]
     (B, S, _), K = x.shape, taps_KF.shape[0]
     runs_BS = jnp.zeros((B, S), jnp.int32) if runs_BT is None else runs_BT
     count_BS = jnp.cumsum(runs_BS >= 0, axis=1)

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from .. import cpu
 from ..decay import sums_between, sums_over_parts
-from ..mixed_precision import product, rounded, wide
+from ..mixed_precision import product, rounded, to_float32
 from ..remat import kept
 from ..segments import HIDDEN, Order, visible
 
@@ -157,7 +157,7 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, d
     def weighed(weights_BHts, j):
         v_BHsD = take(ones_BHSD, j, block)
         if one:
-            y_BHtD, total_BHt = multiply("bhts,bhsd->bhtd", weights_BHts, v_BHsD), wide(weights_BHts).sum(axis=-1)
+            y_BHtD, total_BHt = multiply("bhts,bhsd->bhtd", weights_BHts, v_BHsD), to_float32(weights_BHts).sum(axis=-1)
             return jnp.concatenate([y_BHtD, total_BHt[..., None]], axis=-1)
         return multiply("bhts,bhsd->bhtd", weights_BHts, with_ones(v_BHsD) if cached else v_BHsD)
 

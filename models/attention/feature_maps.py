@@ -39,7 +39,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels.mixed_precision import rounded, wide
+from kernels.mixed_precision import rounded, to_float32
 from models.attention.layer_options import LayerOptions, WeightSumOptions
 from support.errors import ConfigError
 from support.ranges import Count, Natural
@@ -63,7 +63,7 @@ ELEMENTWISE: dict[FeatureMap, _Elementwise] = {
     "elu": _Elementwise(lambda x: jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0))), lambda y: jnp.minimum(y, 1)),
     "relu": _Elementwise(jax.nn.relu, lambda y: y > 0),
     # Buckman and Gelada, "Linear Transformers Are Faster", 2024
-    "softplus": _Elementwise(jax.nn.softplus, lambda y: -jnp.expm1(-wide(y))),
+    "softplus": _Elementwise(jax.nn.softplus, lambda y: -jnp.expm1(-to_float32(y))),
     "exp": _Elementwise(jnp.exp, lambda y: y),
     # signed weights, for a norm of the output instead of the division by their sum
     "identity": _Elementwise(lambda x: x, jnp.ones_like),
@@ -168,7 +168,7 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
     """
     if options.feature_map in ELEMENTWISE:
         return _elementwise(options.feature_map, x_BTHD)
-    x = wide(x_BTHD)
+    x = to_float32(x_BTHD)
     if options.feature_map == "taylor":
         y_BTHM = _taylor(x, options.order)
     else:
@@ -185,7 +185,7 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
 def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
     # Without the barrier, a CPU recomputes φ for each use, and a GPU also keeps it in float32 for the backward pass: by
     # an estimate 1.8 of 123 ms and 5 GiB of a step of 65,536 tokens at 124M.
-    return lax.optimization_barrier(rounded(ELEMENTWISE[feature_map].function(wide(x_BTHD)), x_BTHD.dtype))
+    return lax.optimization_barrier(rounded(ELEMENTWISE[feature_map].function(to_float32(x_BTHD)), x_BTHD.dtype))
 
 
 def _elementwise_forward(feature_map: FeatureMap, x_BTHD: Array) -> tuple[Array, Array]:
@@ -194,7 +194,7 @@ def _elementwise_forward(feature_map: FeatureMap, x_BTHD: Array) -> tuple[Array,
 
 
 def _elementwise_backward(feature_map: FeatureMap, y_BTHM: Array, dy_BTHM: Array) -> tuple[Array]:
-    return rounded(ELEMENTWISE[feature_map].slope(y_BTHM) * wide(dy_BTHM), dy_BTHM.dtype),
+    return rounded(ELEMENTWISE[feature_map].slope(y_BTHM) * to_float32(dy_BTHM), dy_BTHM.dtype),
 
 
 _elementwise.defvjp(_elementwise_forward, _elementwise_backward)

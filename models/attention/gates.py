@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kernels.projection import project_wide
+from kernels.projection import project_to_float32
 from models.attention.layer_options import LayerOptions
 from models.attention.recurrence import Gate
 from models.attention.self_attention import Linear
@@ -57,7 +57,7 @@ class HeadGate(Linear):
 
     def numbers(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
         """The number of each token and head, in float32 or better."""
-        gate_BTH, = project_wide(x_BTE, [self.parameters])
+        gate_BTH, = project_to_float32(x_BTE, [self.parameters])
         return self.from_gate(gate_BTH, *(constant_H[None, None] for constant_H in self.constants_H))
 
     @property
