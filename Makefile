@@ -51,7 +51,7 @@ check: $(venv)  ## lint and the fast tests, for the edit loop: 1 minute on 2 cor
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint test-fast
 
 test-fast: $(venv)
-	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
+	$(python) -m pytest -q -m 'fast and not thorough'
 
 test: $(venv)  ## run all but the longest tests: 7 minutes on 2 cores, later starts 3
 	$(pytest) -m 'not thorough'

@@ -3,7 +3,7 @@
     python -m benchmarks.suite --out results/h200 --minutes 9
     python -m benchmarks.suite --out results/quick --minutes 3 --quick
 
-The first step is ``pytest -m gpu``. The others are the most important cases of the benchmarks. Each step is a process
+The first step is ``pytest --gpu``. The others are the most important cases of the benchmarks. Each step is a process
 of its own with a part of the time. Time that a step does not use goes to the steps after it. A step that fails or runs
 out of time is recorded and does not stop the others. Compiled programs are cached where ``train.py`` caches them, so
 that a second run has more time to measure. Without a git checkout, ``LINEARGPT_COMMIT`` gives the commit.
@@ -36,7 +36,7 @@ from training.environment import compilation_cache, git_commit
 ROOT = Path(__file__).parents[1]
 LEAST_SECONDS = 10.0
 """A step with less time is left out: starting a process takes seconds."""
-TESTS = "-q tests/kernels tests/on_a_gpu_test.py -m"
+TESTS = "-q tests/kernels tests/on_a_gpu_test.py --gpu"
 """Where the tests for a GPU are; other tests may import packages that a GPU machine lacks."""
 TINY_MODEL = "--width 16 --layers 1 --heads 2 --repeats 3"
 QUICK = {"attention": "contexts --contexts 32 --heads 2 --head-width 16 --dtype bfloat16 --repeats 3 --passes both",
@@ -109,7 +109,7 @@ def command_of(name: str, out: Path, seconds_per_case: float, quick: bool) -> li
     step, python = STEPS[name], [sys.executable, "-m"]
     if step.module == "pytest":
         workers = ["-n", "4", "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else []
-        return [*python, "pytest", *TESTS.split(), "gpu and not thorough" if quick else "gpu", *workers]
+        return [*python, "pytest", *TESTS.split(), *(["-m", "not thorough"] if quick else []), *workers]
     return [*python, f"benchmarks.{step.module}", *(QUICK[step.module] if quick else step.flags).split(),
             "--seconds-per-case", f"{seconds_per_case:g}", "--json", str(out / f"{name}.json")]
 

@@ -1,5 +1,5 @@
 """The environment of every test: an empty cache folder, a compilation cache that later starts share and, except for
-``pytest -m gpu``, the CPU with shapes and types checked at run time."""
+``pytest --gpu``, the CPU with shapes and types checked at run time."""
 
 import contextlib
 import gc
@@ -16,6 +16,10 @@ COMPILED_BYTES = 2_000_000_000
 """Size at which the cache is emptied."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run the tests of GPU kernels alone, on this machine's GPU")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before jax and our packages are imported. Commands started by tests and xdist's workers inherit it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -23,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(_compilation_cache(config)),
                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    if _for_gpu(config):
+    if config.getoption("--gpu"):
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Tests compile much and compute little: level 0 takes a quarter less time than level 1. The vector width is fixed,
@@ -49,22 +53,28 @@ def _compilation_cache(config: pytest.Config) -> Path:
     return folder
 
 
-def _for_gpu(config: pytest.Config) -> bool:
-    return config.getoption("markexpr").split()[:1] == ["gpu"]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Makes ``-m gpu`` skip its tests without a GPU, instead of interpreting the kernels."""
-    if _for_gpu(config):
-        import jax
+    """Leaves the tests of kernels alone with ``--gpu``, and skips them without a GPU, instead of interpreting the
+    kernels."""
+    if not config.getoption("--gpu"):
+        return
+    import jax
 
-        if jax.default_backend() != "gpu":
-            for item in items:
-                item.add_marker(pytest.mark.skip(reason=f"no GPU: jax runs on {jax.default_backend()} here"))
+    others = [item for item in items if "gpu_kernel" not in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+    if jax.default_backend() != "gpu":
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: jax runs on {jax.default_backend()} here"))
 
 
 @pytest.fixture
-def gpu() -> None:
+def gpu_kernel() -> None:
+    """For a test of a GPU kernel: it is interpreted on the CPU, and with ``--gpu`` compiled for this machine's GPU."""
+
+
+@pytest.fixture
+def gpu(gpu_kernel: None) -> None:
     """For a test that requires a GPU."""
     import jax
 

@@ -1,4 +1,4 @@
-"""The environment of tests: ``-m gpu`` does not change the platform, XLA's settings and the checks at run time."""
+"""The environment of tests: ``--gpu`` does not change the platform, XLA's settings and the checks at run time."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import os
 import sys
 import pytest
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_kernel")
 def test_shows():
     import jax
     from kernels import device
@@ -47,16 +47,15 @@ def test_the_cpu_with_checks(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["gpu", "gpu and not heavy"])
-def test_a_gpu_as_it_is(tmp_path, expression):
-    printed = run(tmp_path, "-m", expression, backend="gpu")
+def test_a_gpu_as_it_is(tmp_path):
+    printed = run(tmp_path, "--gpu", backend="gpu")
     assert "SETTINGS None None allow False" in printed
     assert "1 passed, 1 deselected" in printed
 
 
 @pytest.mark.thorough
 def test_without_a_gpu_they_are_skipped_with_the_reason(tmp_path):
-    printed = run(tmp_path, "-m", "gpu")
+    printed = run(tmp_path, "--gpu")
     assert "SETTINGS" not in printed
     assert "no GPU: jax runs on cpu here" in printed
     assert "1 skipped, 1 deselected" in printed

@@ -228,8 +228,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=pytest.mark.heavy) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:the evaluation of .* is left out")
 def test_a_value_of_another_type_is_read_or_refused_by_name(kind, tmp_path):
     file = KINDS[kind].make(tmp_path)

@@ -24,7 +24,7 @@ from training.environment import peak_bytes
 from training.optimizer import decay_mask, make_optimizer
 from training.step import initial_state, jit_step, make_model, make_train_step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+pytestmark = pytest.mark.usefixtures("gpu")
 
 MODES = ("softmax", "window", "linear", "chunked", "gated", "gated_delta", "power", "chunked,softmax")
 VOCABULARY = 257

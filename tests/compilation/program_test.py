@@ -53,7 +53,6 @@ B, T, V = 1, 64, 64
 SIZES: dict[str, Any] = {"layers": 1, "heads": 2, "width": 128, "context": T, "dtype": "float32"}
 
 
-@pytest.mark.heavy
 def test_what_is_counted_for_a_causal_model_is_in_the_compiled_step():
     config = gpt.resolve_config(ModelConfig(**SIZES, attention=("linear",), modes={"linear": {"form": "cumsum"}}))
 
@@ -64,7 +63,6 @@ def test_what_is_counted_for_a_causal_model_is_in_the_compiled_step():
     check_operations(config, GPT, loss)
 
 
-@pytest.mark.heavy
 def test_what_is_counted_for_an_encoder_is_in_the_compiled_step():
     config = encoder.resolve_config(EncoderConfig(
         **SIZES, attention=("softmax",), modes={"softmax": {"form": "materialised"}}, mlp_width=512, pooling="mean"))

@@ -10,7 +10,7 @@ from kernels.linear_attention import State, linear_attention, pick_implementatio
 from kernels.linear_attention.decode import decode_step
 from kernels.linear_attention.recurrent import recurrent
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("gpu_kernel")
 
 # RMS(error) / RMS(reference): both sum in float32, and round y to the dtype of the values.
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}

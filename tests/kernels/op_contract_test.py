@@ -1,7 +1,7 @@
 """Every op, in every implementation that runs on a CPU, equals its reference in float64, with gradients.
 
 The cases are the ops' own (``kernels/cases.py``). On a CPU Pallas kernels are interpreted, which says nothing about
-registers, time or a GPU's arithmetic: ``make gpu-check`` and ``pytest -m gpu`` do.
+registers, time or a GPU's arithmetic: ``make gpu-check`` and ``pytest --gpu`` do.
 """
 
 import functools
@@ -15,18 +15,17 @@ from kernels import cases
 from kernels.cases import Case
 
 
-def _calls():
+def _calls(*, kernels: bool):
     ops = set()
     for case in cases.find_cases("tests"):
         for implementation in case.implementations:
             marks = [pytest.mark.thorough] if case.slow else []
-            if case.gpu_kernels:
-                marks.append(pytest.mark.gpu)
             if case.op not in ops:
                 ops.add(case.op)
                 marks.append(pytest.mark.fast)
             name = f"{case.op}: {case.name}: {implementation or 'picked'}"
-            yield pytest.param(case, implementation, id=name, marks=marks)
+            if bool(case.gpu_kernels) == kernels:
+                yield pytest.param(case, implementation, id=name, marks=marks)
 
 
 @functools.cache
@@ -34,8 +33,18 @@ def expected_of(case: Case) -> dict[str, np.ndarray]:
     return cases.run_reference(case)
 
 
-@pytest.mark.parametrize(("case", "implementation"), list(_calls()))
+@pytest.mark.parametrize(("case", "implementation"), list(_calls(kernels=False)))
 def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, monkeypatch):
+    check(case, implementation, monkeypatch)
+
+
+@pytest.mark.usefixtures("gpu_kernel")
+@pytest.mark.parametrize(("case", "implementation"), list(_calls(kernels=True)))
+def test_outputs_and_gradients_of_a_kernel_are_those_of_the_reference(case, implementation, monkeypatch):
+    check(case, implementation, monkeypatch)
+
+
+def check(case, implementation, monkeypatch):
     expected = expected_of(case)
     for name, value in case.constants:
         monkeypatch.setattr(name, value)
@@ -77,7 +86,6 @@ def test_kernels_can_be_lowered_where_jax_counts_in_64_bits(case, implementation
         assert f"d{name}" not in found or found[f"d{name}"].dtype == x.dtype, name
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("case", "implementation"), [
     pytest.param(case, implementation, id=f"{case.op}: {case.name}: {implementation or 'picked'}")

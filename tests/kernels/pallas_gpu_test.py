@@ -24,7 +24,7 @@ from kernels.linear_attention.pallas_gpu import pallas_gpu
 from kernels.segments import runs_of
 from kernels.state import EPSILON
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("gpu_kernel")
 
 B, H = 3, 2
 PARALLEL_THEN_SERIAL = [PARALLEL, pytest.param(SERIAL, marks=pytest.mark.thorough)]

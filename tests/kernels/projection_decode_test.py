@@ -10,7 +10,7 @@ from kernels.projection import api as projection
 from kernels.projection import decode as projection_decode
 from kernels.projection import unembed
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("gpu_kernel")
 
 EPSILON = 1e-5
 # RMS(error) / RMS(reference). In bfloat16 only the products' inputs and the result are rounded, to 8 bits.

@@ -10,7 +10,7 @@ from kernels.softmax_attention import cached_attention
 from kernels.softmax_attention import decode as kernel
 from kernels.softmax_attention.decode import pick_splits, softmax_decode
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("gpu_kernel")
 
 BLOCK = 16
 # RMS(error) / RMS(reference): rounding of a few hundred sums and exponentials.

@@ -18,7 +18,7 @@ from sampling.sampler import Sampler, Sampling
 from sampling.token_step import TokenStep
 from sampling.weights import from_product_weights, to_product_weights
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("gpu_kernel")
 
 V, CONTEXT, PROMPT = 13, 24, 9
 # RMS(error) / RMS(reference). In bfloat16 products are rounded to 8 bits, in one of the two more often.

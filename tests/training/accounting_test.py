@@ -50,7 +50,6 @@ def test_peaks_are_of_the_devices_used_and_of_the_number_format(monkeypatch):
     assert accounting.peak_flops("bfloat16", 3) is None
 
 
-@pytest.mark.heavy
 def test_a_run_logs_operations_utilisation_and_times_also_when_it_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.loop.peak_flops", lambda dtype, devices: 1e12)
     with tiny.settings():

@@ -346,7 +346,6 @@ def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
     assert happened[renamed + 1:] == ["."]
 
 
-@pytest.mark.heavy
 def test_a_checkpoint_replaced_by_one_of_the_same_step_is_there_whenever_the_process_is_killed(tmp_path, monkeypatch):
     save_all(tmp_path / "first", {3: None, 4: None})
     for number in itertools.count():
@@ -592,7 +591,6 @@ def test_a_finished_run_keeps_the_parameters_of_the_best_and_the_last(trained, t
             checkpoints.resume(abstract_of(TRAINED[30]))
 
 
-@pytest.mark.heavy
 def test_a_finished_run_can_be_killed_at_any_point_of_the_removal_of_its_optimizer_state(trained, tmp_path, capsys,
                                                                                          monkeypatch):
     for number in itertools.count():
@@ -804,7 +802,6 @@ sys.exit(run_command("x.py", command, []))
 """
 
 
-@pytest.mark.heavy
 def test_a_failed_save_is_one_line_on_standard_error(tmp_path):
     """The first array that fails ends Orbax's event loop, to which TensorStore then reports those of all others."""
     process = run_python(FAILED_SAVE, tmp_path)
