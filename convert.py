@@ -12,7 +12,7 @@ safetensors files are read, no pickles. The model has no dropout.
 from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
     packages.require_packages()
 
 import re

@@ -25,7 +25,7 @@ to RUN/evaluation-test.json instead, which compare.py does not read.
 from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
     packages.require_packages()
 
 import sys

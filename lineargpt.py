@@ -60,7 +60,7 @@ type Table = Any
 class Run:
     """A run, from :func:`open_run` or :func:`train_run`.
 
-    The model, the tokenizer and the metrics are read on first use and then kept. To see what a run in training has
+    The model, the tokenizer and the metrics are read on first use, once. To see what a run in training has
     written since, open it again.
     """
 
@@ -320,14 +320,14 @@ class RunComparison:
         """What a notebook shows."""
         columns = self.comparison.columns
         sentences = "".join(f"<p>{html.escape(text)}</p>" for text in (*self.verdict, *self.remarks))
-        drawn = ""
+        rendered = ""
         if any(run.has_curve for run in self.comparison.runs):
             encoded = base64.b64encode(self.picture("svg")).decode()
             alt = html.escape(self.title or self.comparison.default_title)
-            drawn = f'<img alt="{alt}" src="data:image/svg+xml;base64,{encoded}">'
+            rendered = f'<img alt="{alt}" src="data:image/svg+xml;base64,{encoded}">'
         rows = [headings(columns), *(row.cells(columns).values() for row in self.comparison.rows)]
         table = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
-        return f"<div>{sentences}{drawn}<table>{table}</table></div>"
+        return f"<div>{sentences}{rendered}<table>{table}</table></div>"
 
 
 def compare_runs(runs: Sequence[Run | str | Path], *, title: str = "") -> RunComparison:

@@ -17,7 +17,7 @@ A model of images writes a PNG file. With --complete it samples the rest of imag
 from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
     packages.require_packages()
 
 import dataclasses

@@ -13,7 +13,7 @@ the current run and stops. docs/sweeps.md explains how to spread a study over ma
 from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
     packages.require_packages()
 
 import shlex

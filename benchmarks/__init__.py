@@ -5,4 +5,4 @@ import sys
 from support import interrupts
 
 if sys.argv[0] == "-m":  # Python imports this before the command, whose other imports take seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()

@@ -14,7 +14,7 @@ Images, which have the tokenizer ``pixels``, are read and written at once: :mod:
 from support import interrupts
 
 if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
 
 import contextlib
 import functools

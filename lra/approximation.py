@@ -20,7 +20,7 @@ falling with the draws. The output is a ratio of two estimates, hence biased: it
 from support import interrupts
 
 if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
 
 import functools
 import sys

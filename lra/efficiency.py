@@ -8,7 +8,7 @@ temporaries, which is the same in every run. Time is the median step after a war
 from support import interrupts
 
 if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
 
 import functools
 import math

@@ -16,7 +16,7 @@ the same length; ``softmax`` is fused. The table marks cases that are out of mem
 from support import interrupts
 
 if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
 
 import sys
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ is linear, 2 quadratic.
 from support import interrupts
 
 if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
 
 import functools
 import sys

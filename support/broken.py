@@ -29,7 +29,7 @@ class Broken:
         """
         if not total:
             raise DataError(f"{self._source} has no {self._rows}; {self._remedy}")
-        said = f"{self._source}: {self._count:,} of {total:,} {self._rows} are broken, the first at {self._first}"
+        text = f"{self._source}: {self._count:,} of {total:,} {self._rows} are broken, the first at {self._first}"
         if self._count * 1000 > total:
-            raise DataError(f"{said}; expected at most one in a thousand: {self._remedy}")
-        return (f"{said}; they are skipped",) if self._count else ()
+            raise DataError(f"{text}; expected at most one in a thousand: {self._remedy}")
+        return (f"{text}; they are skipped",) if self._count else ()

@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
     """A new folder next to an absolute ``path``, deleted at the end; after a kill, by the next process that makes one
-    there. A lock in it says that its process lives: process ids repeat, above all in containers, and other machines
+    there. A lock in it means that its process lives: process ids repeat, above all in containers, and other machines
     have their own."""
     if path.parent not in _cleaned:
         _cleaned.add(path.parent)
@@ -122,7 +122,7 @@ def sync_entry(path: Path) -> None:
 
 
 def path_of(descriptor: int) -> Path | None:
-    """The present path of an open file or folder; None if it was deleted, or the system does not tell."""
+    """The present path of an open file or folder; None if it was deleted, or the system does not know."""
     try:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         return path if os.path.samestat(os.fstat(descriptor), path.stat()) else None

@@ -10,7 +10,7 @@ import signal
 import sys
 
 
-def end_with_a_word():
+def exit_quietly_on_interrupt():
     """Makes Ctrl-C print one word and exit with 130: imports have nothing to clean up. Standard streams that are closed
     become /dev/null: the first files to be opened would take their numbers, and messages would be written into them.
 

@@ -33,10 +33,10 @@ def progress_bar(name: str, *, show: bool = True) -> Iterator[Callable[[float | 
                   speed_estimate_period=60, expand=True) as bar:
         task = bar.add_task(escape(printable(name)), total=None, text="")
 
-        def update(share: float | None, text: str) -> None:
-            if share is None:
+        def update(fraction: float | None, text: str) -> None:
+            if fraction is None:
                 bar.update(task, text=text)
             else:
-                bar.update(task, total=1.0, completed=share, text=text)
+                bar.update(task, total=1.0, completed=fraction, text=text)
 
         yield update

@@ -93,7 +93,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep: int = 2, completed: Callable[[], object] = lambda: None):
         if keep < 1:
-            raise ConfigError(f"checkpoint.keep: expected at least 1, got {keep}")
+            raise ConfigError(f"checkpoint.keep is {keep}; expected at least 1")
         check_path(directory)
         self.directory = Path(directory)
         self.keep = keep
@@ -138,7 +138,7 @@ class Checkpoints:
         saved = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}  # Orbax refuses empty trees
         if JSON_ITEM in saved:
             saved[JSON_ITEM] = {key: x.item() if hasattr(x, "item") else x for key, x in saved[JSON_ITEM].items()}
-        with self._one_clear_error(step), context:
+        with self._as_checkpoint_error(step), context:
             if jax.process_index() == 0:
                 if self._parent is None:
                     self.directory.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ class Checkpoints:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save has been started, and neither :meth:`wait` nor :meth:`failure` has told how it ended."""
+        """Whether a save has been started, and neither :meth:`wait` nor :meth:`failure` has reported its end."""
         return self._pending is not None
 
     def failure(self) -> CheckpointError | None:
@@ -267,11 +267,11 @@ class Checkpoints:
             self._clean_up()
         return found
 
-    def training_can_go_on(self, step: int) -> bool:
-        """Whether the checkpoint at a step has its optimizer state, which :meth:`keep_parameters` removes."""
+    def has_optimizer_state(self, step: int) -> bool:
+        """Whether training can resume from the checkpoint at a step; :meth:`keep_parameters` removes the state."""
         return OPTIMIZER in _items(self._folder(step))
 
-    def check_training_can_go_on(self, step: int) -> None:
+    def check_optimizer_state(self, step: int) -> None:
         """Raises :class:`CheckpointError` if the checkpoint at a step has no optimizer state."""
         _check_optimizer_state(self._folder(step))
 
@@ -304,7 +304,7 @@ class Checkpoints:
 
     def _finish(self, step: int, response: Any, loss: float | None) -> None:
         """On the background thread: wait for Orbax, write checksums, rename the checkpoint, and delete old ones."""
-        with self._one_clear_error(step):
+        with self._as_checkpoint_error(step):
             response.result()
             if jax.process_index() != 0:
                 return
@@ -423,7 +423,7 @@ class Checkpoints:
                               "read; repeat the command, or save less often with checkpoint.every_steps")
 
     @contextmanager
-    def _one_clear_error(self, step: int) -> Iterator[None]:
+    def _as_checkpoint_error(self, step: int) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:  # TensorStore reports a full disk as a ValueError
@@ -679,7 +679,7 @@ def _loss(folder: Path) -> float | None:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from another of the same name; None if there is none."""
+    """What distinguishes a folder from another of the same name; None if there is none."""
     try:
         found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):

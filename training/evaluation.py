@@ -182,9 +182,9 @@ def short_windows(batch: Batch, window: int) -> Batch:
         return values_BT[:, index_NW].reshape(-1, window)
 
     targets_NW = np.where(np.tile(index_NW >= firsts[:, None], (len(inputs_BT), 1)), cut(targets_BT), -1)
-    kept = (targets_NW >= 0).any(axis=1)
-    segment_ids_NW = None if batch.segment_ids_BT is None else cut(np.asarray(batch.segment_ids_BT))[kept]
-    return Batch(cut(inputs_BT)[kept], targets_NW[kept], segment_ids_NW)
+    scored = (targets_NW >= 0).any(axis=1)
+    segment_ids_NW = None if batch.segment_ids_BT is None else cut(np.asarray(batch.segment_ids_BT))[scored]
+    return Batch(cut(inputs_BT)[scored], targets_NW[scored], segment_ids_NW)
 
 
 def _stride(window: int) -> int:

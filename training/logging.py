@@ -58,7 +58,7 @@ class Logs:
         self._logs: dict[str, _Log] = {}
         for flag, make in (("tensorboard", _TensorBoard), ("wandb", _WandB)):
             if getattr(config.logging, flag):
-                with self._told_once(flag):
+                with self._warned_once(flag):
                     self._logs[flag] = make(config, run_dir, step)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -73,11 +73,11 @@ class Logs:
 
     def _each(self, act: Callable[["_Log"], None]) -> None:
         for flag, log in list(self._logs.items()):
-            with self._told_once(flag):
+            with self._warned_once(flag):
                 act(log)
 
     @contextlib.contextmanager
-    def _told_once(self, flag: str) -> Any:
+    def _warned_once(self, flag: str) -> Any:
         try:
             yield
         except Exception as error:  # errors of loggers, disks and networks must not end a run
@@ -147,14 +147,14 @@ class _WandB:
 
         folder = run_dir / "wandb"
         folder.mkdir(exist_ok=True)
-        kept = folder / "id.txt"
+        id_file = folder / "id.txt"
         # Lines after the step that a run resumes from were logged before a crash.
-        self._logged = max(step, last_step(run_dir / "metrics.jsonl")) if kept.exists() else step
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(8) + "\n")
+        self._logged = max(step, last_step(run_dir / "metrics.jsonl")) if id_file.exists() else step
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8) + "\n")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lineargpt"), name=os.environ.get("WANDB_NAME", run_dir.name),
-            id=kept.read_text().strip(), resume="allow", dir=run_dir, config=config.to_dict(), allow_val_change=True,
+            id=id_file.read_text().strip(), resume="allow", dir=run_dir, config=config.to_dict(), allow_val_change=True,
             settings=wandb.Settings(console="off"))  # leave standard output and error alone
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

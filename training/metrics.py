@@ -83,7 +83,7 @@ class MetricsWriter:
             return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
     def folder(self) -> Path | None:
-        """Where the folder of the file is now; None if it was deleted, or the system does not tell."""
+        """Where the folder of the file is now; None if it was deleted, or the system does not know."""
         return path_of(self._folder)
 
     def keep_in(self, folder: Path) -> Path:

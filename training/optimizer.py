@@ -14,7 +14,7 @@ from models.parameters import declarations
 
 _SMALL = 2**14
 """Maximum size of arrays whose sums are computed together."""
-_WARMUP_SHARE = 0.1
+_MOST_WARMUP = 0.1
 """Maximum fraction of a run that is warm-up."""
 
 
@@ -67,7 +67,7 @@ def decay_mask(model: nnx.Module) -> Any:
     return jax.tree.map(lambda declared: declared.decays, declarations(model))
 
 
-def learning_rate(config: OptimizerConfig, step: int, share: float) -> float:
+def learning_rate(config: OptimizerConfig, step: int, fraction_done: float) -> float:
     """The learning rate of the next update: linear warm-up to the peak, then the schedule.
 
     The warm-up is (t + 1) / (w + 1) of the peak at t of w steps; update w + 1 is the first at the peak. ``cosine``
@@ -77,18 +77,18 @@ def learning_rate(config: OptimizerConfig, step: int, share: float) -> float:
     Need", 2017, up to a factor.
 
     In a run bounded by minutes, the warm-up ends after its steps or after a tenth of the time, whichever is first. Its
-    share of the run follows from the mean duration of the updates so far.
+    fraction of the run follows from the mean duration of the updates so far.
 
     Args:
         config: schedule and peak; except with ``inverse_sqrt``, its warm-up is at most a tenth of a run with a number
             of steps.
         step: number of completed updates.
-        share: completed fraction of the run: of its steps, or of its minutes if it has no steps.
+        fraction_done: completed fraction of the run: of its steps, or of its minutes if it has no steps.
     """
     warmup = config.warmup_steps
     if config.schedule == "inverse_sqrt":
         return config.learning_rate * min(1.0, (step + 1) / max(1, warmup)) / math.sqrt(max(step + 1, warmup))
-    warm = max((step + 1) / (warmup + 1), share / _WARMUP_SHARE)
+    warm = max((step + 1) / (warmup + 1), fraction_done / _MOST_WARMUP)
     if warm < 1:
         return config.learning_rate * warm
     if config.schedule == "constant":
@@ -96,6 +96,6 @@ def learning_rate(config: OptimizerConfig, step: int, share: float) -> float:
     if config.schedule == "drop":
         assert config.drop_step is not None  # as validated
         return config.learning_rate * (1.0 if step < config.drop_step else config.final_fraction)
-    start = min(share * warmup / max(1, step), _WARMUP_SHARE)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (share - start) / (1 - start))))
+    start = min(fraction_done * warmup / max(1, step), _MOST_WARMUP)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction_done - start) / (1 - start))))
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)

@@ -39,8 +39,8 @@ ANSWER_SECONDS = 3 * POLL_SECONDS
 """How long process 0, when it fails, waits for the others to end first."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)
 """Signals that process 0 receives from the others."""
-KEPT_VALUES = 1000
-"""Values of process 0 that are kept for processes that lag behind; collectives keep these within a few."""
+LATEST_VALUES = 1000
+"""Latest values of process 0 that stay there for processes that lag behind; collectives keep these within a few."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ def from_first[T](value: Callable[[], T]) -> T:
         return _team.get(key)
     found = value()
     _team.set(key, found)
-    if number > KEPT_VALUES:
-        _team.client.key_value_delete(_team.key("values", number - KEPT_VALUES))
+    if number > LATEST_VALUES:
+        _team.client.key_value_delete(_team.key("values", number - LATEST_VALUES))
     return found
 
 
@@ -322,12 +322,12 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
 
     All processes end together: with the exit code that the command returns, or with that of the first failure.
     """
-    said: list[str] = []
+    reported: list[str] = []
     together: list[int] = []
 
     def describe(error: BaseException) -> str:
-        said.append(message(error))
-        return said[-1]
+        reported.append(message(error))
+        return reported[-1]
 
     def agreed(arguments: Sequence[str]) -> int:
         together.append(command(arguments) or 0)
@@ -339,19 +339,20 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
         if _team is None:
             raise
         code = error.code if isinstance(error.code, int) else FAILURE
-        said.append("a signal ended it")
+        reported.append("a signal ended it")
     except BaseException as error:
         if _team is None:
             raise
-        said.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+        reported.append(f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(error, jax.errors.JaxRuntimeError):
-            report_error(f"{said[-1]}. If another process is lost, the coordination service names it and ends this one")
+            report_error(
+                f"{reported[-1]}. If another process is lost, the coordination service names it and ends this one")
             time.sleep(2 * HEARTBEAT_SECONDS)
         traceback.print_exc(file=error_stream())
         code = FAILURE
     if _team is not None:
         if not together:
-            _fail(_team, code, said[-1] if said else "see its output")
+            _fail(_team, code, reported[-1] if reported else "see its output")
         _leave(_team)
     return code
 

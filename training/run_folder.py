@@ -146,10 +146,10 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         position = read_position(newest[1]["position"], checkpoints.directory / str(newest[0]))
         finished = is_finished(config, position)
         if not finished:
-            checkpoints.check_training_can_go_on(newest[0])  # before anything is written
+            checkpoints.check_optimizer_state(newest[0])  # before anything is written
             _check_writable(checkpoints.directory)
         more = ("Set more train.steps or train.minutes to continue."
-                if checkpoints.training_can_go_on(newest[0])
+                if checkpoints.has_optimizer_state(newest[0])
                 else "It has no optimizer state; init_from can start another run from its parameters.")
     if config.train.steps is not None and newest[0] > config.train.steps:
         raise ConfigError(f"train.steps is {config.train.steps:,}; expected at least {newest[0]:,}, the step of "
@@ -173,7 +173,7 @@ def check_nothing_is_lost(run_dir: Path) -> None:
     """Checks that a run without checkpoints has never had one: a new start cuts its metrics and samples.
 
     Raises:
-        RunError: it has had one, or ``environment.json`` does not tell and there are lines or samples.
+        RunError: it has had one, or ``environment.json`` lacks the entry and there are lines or samples.
     """
     metrics, samples = run_dir / "metrics.jsonl", run_dir / "samples"
     step = last_step(metrics)

@@ -179,14 +179,14 @@ def check_shards(mesh: Mesh, model: nnx.Module) -> None:
     sizes = [(x.size if "fsdp" not in sharding.spec else 0, jax.tree_util.keystr(path, simple=True, separator="."))
              for (path, x), sharding in zip(jax.tree_util.tree_leaves_with_path(parameters),
                                             jax.tree.leaves(shardings), strict=True) if x.ndim > 1]
-    share = sum(size for size, _ in sizes) / sum(x.size for x in jax.tree.leaves(parameters))
-    if share > MOST_WHOLE:
-        raise ConfigError(f"mesh.fsdp is {mesh.shape['fsdp']}, which leaves {share:.0%} of the parameters whole on "
+    whole = sum(size for size, _ in sizes) / sum(x.size for x in jax.tree.leaves(parameters))
+    if whole > MOST_WHOLE:
+        raise ConfigError(f"mesh.fsdp is {mesh.shape['fsdp']}, which leaves {whole:.0%} of the parameters whole on "
                           f"each device: it divides no dimension of {max(sizes)[1]}; choose another size")
 
 
 MOST_WHOLE = 0.02
-"""Largest share of the parameters that fsdp may leave whole."""
+"""Largest fraction of the parameters that fsdp may leave whole."""
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

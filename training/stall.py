@@ -24,7 +24,7 @@ class StallWatch:
     Compiling, saving and sampling do not count.
 
     Args:
-        timing: says what the run does, and since when.
+        timing: what the run does, and since when.
         seconds: the limit. None: 20 median steps, at least 300 s.
         end: ends the process; gets the message.
         poll_seconds: between two looks.
@@ -65,10 +65,10 @@ class StallWatch:
             looked = now
             part, began = self._timing.part, max(self._timing.began, self._progressed)
             if part in WATCHED and (part != "evaluation" or self._evaluated) and now - began > self.limit:
-                said = f"no step has ended for {self.limit:,.0f} s (distributed.stall_seconds)"
-                report_error(f"{said}. The stacks of all threads:")
+                text = f"no step has ended for {self.limit:,.0f} s (distributed.stall_seconds)"
+                report_error(f"{text}. The stacks of all threads:")
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                self._end(said)
+                self._end(text)
                 return
 
     def __enter__(self) -> Self:

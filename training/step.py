@@ -101,11 +101,11 @@ def make_train_step(model: GPT, config: RunConfig, transform: optax.GradientTran
         return loss_sum(model, batch, remat=config.train.remat)
 
     return make_update(model, loss, transform, parts=config.train.accumulate, seed=config.train.seed,
-                       draws=False)
+                       randomly=False)
 
 
 def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
-                transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1, draws: bool = True,
+                transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1, randomly: bool = True,
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update, for :func:`jit_step`.
 
@@ -118,7 +118,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
         transform: the optimizer, without the learning rate.
         seed: random seed, combined with the step.
         parts: number of micro-batches.
-        draws: whether ``loss_sum`` draws random numbers. If not, each device of a mesh with only the axis ``data``
+        randomly: whether ``loss_sum`` uses its random key. If not, each device of a mesh with only the axis ``data``
             computes the gradients of its own rows by itself, and they are summed once an update.
     """
 
@@ -147,7 +147,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
         key = jax.random.fold_in(jax.random.key(seed), count)
         state = state._replace(variables=_resampled(model, state, count, key))
         key = jax.random.fold_in(key, LOSS_STREAM)
-        (total, scored), gradients = (sums if draws else sum_over_data(sums))(
+        (total, scored), gradients = (sums if randomly else sum_over_data(sums))(
             state.parameters, state.variables, batch, key)
         scale = 1 / jnp.maximum(scored, 1)  # sums to means
         updates, optimizer = transform.update(gradients, state.optimizer, state.parameters, scale=scale)

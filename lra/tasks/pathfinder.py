@@ -17,7 +17,7 @@ of the first contour. Report results on these images as "regenerated Pathfinder"
 from support import interrupts
 
 if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
+    interrupts.exit_quietly_on_interrupt()
 
 import copy
 import functools

@@ -197,7 +197,7 @@ import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from support import interrupts
-interrupts.end_with_a_word()
+interrupts.exit_quietly_on_interrupt()
 from support.command import run_command
 interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
 """
@@ -227,7 +227,7 @@ def test_the_commands_are_found():
 def test_the_first_lines_of_a_command_are_those_that_end_ctrl_c_in_a_word(script):
     """The first import of any package outside Python's standard library comes after them."""
     lines = (ROOT / script).read_text().splitlines()
-    at = lines.index("    interrupts.end_with_a_word()")
+    at = lines.index("    interrupts.exit_quietly_on_interrupt()")
     assert lines[at - 1].startswith('if __name__ == "__main__":')  # importers handle Ctrl-C themselves
     imports = [line for line in lines[:at] if re.match(r"(import|from) ", line)]
     assert [line for line in imports if line != "import time"] in (

@@ -37,7 +37,8 @@ def test_a_python_without_the_packages_ends_in_one_sentence(tmp_path: Path):
 def test_ctrl_c_while_packages_are_imported_is_no_traceback(failure, code, said):
     # Background jobs of a shell, and their children, ignore Ctrl-C.
     done = subprocess.run([sys.executable, "-c", "import signal\nfrom support import interrupts, packages\n"
-                           "signal.signal(signal.SIGINT, signal.default_int_handler)\ninterrupts.end_with_a_word()\n"
+                           "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+                           "interrupts.exit_quietly_on_interrupt()\n"
                            f"packages.require_packages()\n{failure}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr == said if said else "ZeroDivisionError" in done.stderr

@@ -604,7 +604,7 @@ def test_a_finished_run_can_be_killed_at_any_point_of_the_removal_of_its_optimiz
             except KilledError:
                 pass
         for step in (10, 30):
-            wanted = abstract_of(TRAINED[step]) if checkpoints.training_can_go_on(step) else SMALL
+            wanted = abstract_of(TRAINED[step]) if checkpoints.has_optimizer_state(step) else SMALL
             assert value_of(checkpoints.restore(wanted, step)) == step, calls
         found = Checkpoints(folder).resume({"position": None}, verify=("parameters", "variables", "optimizer"))
         assert found == (30, {"position": {"step": 30}}), calls
@@ -817,7 +817,7 @@ def test_a_failed_save_does_not_warn_of_what_orbax_did_not_come_to(tmp_path):
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with pytest.raises(CheckpointError), Checkpoints(tmp_path)._one_clear_error(1):
+        with pytest.raises(CheckpointError), Checkpoints(tmp_path)._as_checkpoint_error(1):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         write()  # pyright: ignore[reportUnusedCoroutine]
         gc.collect()
