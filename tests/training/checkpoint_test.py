@@ -196,7 +196,7 @@ def test_newest_and_best_are_kept_across_restarts(tmp_path):
 
 
 def test_keeping_none_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep is 0; expected at least 1"):
         Checkpoints(tmp_path, keep=0)
 
 
