@@ -8,7 +8,7 @@ The same --run-dir resumes the run. Every field of the config is a flag.
 
 import time
 
-_STARTED = time.perf_counter()
+STARTED = time.perf_counter()
 
 from support import interrupts, packages
 
@@ -110,7 +110,7 @@ def command(arguments: Sequence[str]) -> int:
     """Train from a command line; returns the exit code."""
     configure_jax()
     line = parse(arguments, processes.join)
-    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset, started=_STARTED,
+    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset, started=STARTED,
                  stall_seconds=line.distributed.stall_seconds)
 
 

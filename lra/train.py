@@ -10,7 +10,7 @@ accuracy and that of baselines. Every field of the config is a flag.
 
 import time
 
-_STARTED = time.perf_counter()
+STARTED = time.perf_counter()
 
 from support import interrupts, packages
 
@@ -101,7 +101,7 @@ def load_data(config: LraConfig) -> tasks.Dataset:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`training.run.main`."""
     return run.main("lra.train", parse, load_objective, arguments,
-                    flags=cli.run_flags(RunFlags, LraConfig), started=_STARTED)
+                    flags=cli.run_flags(RunFlags, LraConfig), started=STARTED)
 
 
 if __name__ == "__main__":

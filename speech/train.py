@@ -10,7 +10,7 @@ rate on the test split. Every field of the config is a flag.
 
 import time
 
-_STARTED = time.perf_counter()
+STARTED = time.perf_counter()
 
 from support import interrupts, packages
 
@@ -68,7 +68,7 @@ def planned_model(config: SpeechConfig, run_dir: Path) -> Recogniser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`training.run.main`."""
     return run.main("speech.train", parse, load_objective, arguments,
-                    flags=cli.run_flags(cli.DataFlags, SpeechConfig), started=_STARTED)
+                    flags=cli.run_flags(cli.DataFlags, SpeechConfig), started=STARTED)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import train
-from tests import tiny
+from tests import small_run
 
 pytestmark = pytest.mark.fast
 
-FOLDER = tiny.ROOT / "docs" / "cluster"
+FOLDER = small_run.ROOT / "docs" / "cluster"
 
 
 def jobset() -> dict:
@@ -42,7 +42,7 @@ def test_the_flags_of_a_launcher_exist(name):
     text = shell(name).replace("\\\n", " ").replace('"$JOB_COMPLETION_INDEX"', "3")
     (command,) = re.findall(r"python train\.py (.*)", text)
     recipe, *flags = shlex.split(command)
-    line = train.parse([str(tiny.ROOT / recipe), *flags])
+    line = train.parse([str(small_run.ROOT / recipe), *flags])
     assert line.config.train.rows_per_device == 4
     if name == "jobset.yaml":
         assert (line.distributed.processes, line.distributed.process) == (4, 3)

@@ -22,7 +22,7 @@ from convert import import_weights
 from models import gpt2_format
 from models.gpt import GPT, resolve_config
 from support.errors import ConfigError, RunError, WeightsError
-from tests import tiny
+from tests import small_run
 from training.checkpoint import Checkpoints
 from training.loading import load_model
 
@@ -31,7 +31,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.fixture(autouse=True, scope="module")
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
@@ -176,9 +176,9 @@ def test_half_precision_comes_back_as_it_was(source, tmp_path, dtype):
 
 @pytest.mark.thorough
 def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
-    recipe = tiny.make(tmp_path)
+    recipe = small_run.make(tmp_path)
     run = tmp_path / "run"
-    assert tiny.run(recipe, "--attention", "softmax", "--run-dir", run) == 0
+    assert small_run.run(recipe, "--attention", "softmax", "--run-dir", run) == 0
     assert convert.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == 257
@@ -189,15 +189,15 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
 
     # A vocabulary of 257 is bytes, so that the run can be sampled from and initialise others.
     assert sample.main([str(tmp_path / "back"), "--prompt", "1 times", "--max-new-tokens", "4"]) == 0
-    assert tiny.run(recipe, "--run-dir", tmp_path / "linear", "--init-from", tmp_path / "back") == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "linear", "--init-from", tmp_path / "back") == 0
     # Killed before the first checkpoint: without the flag the run would not match its environment.json.
     shutil.rmtree(tmp_path / "linear" / "checkpoints")
     (tmp_path / "linear" / "metrics.jsonl").unlink()
     before = (tmp_path / "linear" / "environment.json").read_bytes()
-    assert tiny.run(recipe, "--run-dir", tmp_path / "linear") == 2
+    assert small_run.run(recipe, "--run-dir", tmp_path / "linear") == 2
     assert f"was started with init_from {tmp_path / 'back'} and has no intact" in capsys.readouterr().err
     assert (tmp_path / "linear" / "environment.json").read_bytes() == before
-    assert tiny.run(recipe, "--attention", "softmax", "--run-dir", tmp_path / "back") == 2
+    assert small_run.run(recipe, "--attention", "softmax", "--run-dir", tmp_path / "back") == 2
     assert f"{tmp_path / 'back'} holds published weights" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ from comparison.runs import load_evaluations, load_run
 from data import synthetic_tasks, tokenizers
 from data.loader import Batch, Corpora, fixed_batches
 from data.token_files import TokenFiles
-from tests import several_devices, tiny
+from tests import several_devices, small_run
 from tests.edited import edited
 from training import evaluation
 from training.loading import load_model
@@ -30,7 +30,7 @@ from training.loading import load_model
 
 @pytest.fixture(autouse=True)
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
@@ -38,8 +38,8 @@ def settings():
 def folder(tmp_path_factory) -> Path:
     """Made once and read-only: the recipe, its corpus, and "none", a run without positions."""
     folder = tmp_path_factory.mktemp("evaluate")
-    with tiny.settings():
-        assert tiny.run(tiny.make(folder), "--run-dir", folder / "none", "--model.positions", "none") == 0
+    with small_run.settings():
+        assert small_run.run(small_run.make(folder), "--run-dir", folder / "none", "--model.positions", "none") == 0
     return folder
 
 
@@ -49,17 +49,17 @@ def recall(folder) -> Path:
     task = synthetic_tasks.parse("mqar:length=32,pairs=4,queries=4,documents=40,val_documents=10")
     assert task is not None
     task.write(folder / "recall-tokens")
-    with tiny.settings():
-        assert tiny.run(folder / "tiny.py", "--run-dir", folder / "recall", "--data.dir", folder / "recall-tokens",
-                        "--data.packing", "documents") == 0
+    with small_run.settings():
+        assert small_run.run(folder / "tiny.py", "--run-dir", folder / "recall", "--data.dir", folder / "recall-tokens",
+                             "--data.packing", "documents") == 0
     return folder / "recall"
 
 
 @pytest.fixture(scope="module")
 def learned(folder) -> Path:
     """A run with learned positions."""
-    with tiny.settings():
-        assert tiny.run(folder / "tiny.py", "--run-dir", folder / "learned", "--attention", "softmax") == 0
+    with small_run.settings():
+        assert small_run.run(folder / "tiny.py", "--run-dir", folder / "learned", "--attention", "softmax") == 0
     return folder / "learned"
 
 
@@ -87,7 +87,7 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert "corpus tokens: context 32, 256 tokens" in err
     report = found(folder / "none")
     (entry,) = report["evaluations"]
-    (line,) = tiny.lines(folder / "none", "val")
+    (line,) = small_run.lines(folder / "none", "val")
     assert entry["loss"] == pytest.approx(line["loss"], rel=1e-5)  # summed in another order
     assert entry["bits_per_byte"] == pytest.approx(line["bits_per_byte"], rel=1e-5)
     evaluated = fixed_batches(TokenFiles.open(folder / "tokens"), "val", context=32, batch_size=4, count=2)
@@ -170,7 +170,7 @@ def test_devices_that_share_rows_and_parameters_score_as_one(folder):
     environment = os.environ | several_devices.environment(2)
     losses = []
     for devices in "12":
-        done = subprocess.run([*flags, "--devices", devices], cwd=tiny.ROOT, env=environment,
+        done = subprocess.run([*flags, "--devices", devices], cwd=small_run.ROOT, env=environment,
                               capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         (entry,) = found(folder / "none")["evaluations"]
@@ -257,7 +257,7 @@ def test_positions_are_counted_within_documents():
 def test_accuracy_where_the_corpus_has_weights(recall, capsys):
     assert run(recall, "--windows", "8") == 0
     (entry,) = found(recall)["evaluations"]
-    (line,) = tiny.lines(recall, "val")
+    (line,) = small_run.lines(recall, "val")
     assert entry["accuracy"] == pytest.approx(line["accuracy"])
     assert entry["loss"] == pytest.approx(line["loss"], rel=1e-5)
     assert entry["tokens"] == 8 * 4

@@ -20,12 +20,12 @@ from data import prepare
 from data.token_files import TokenFiles
 from lineargpt import open_run
 from support.errors import ConfigError
-from tests import tiny
+from tests import small_run
 
 
 @pytest.fixture(autouse=True)
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
@@ -39,12 +39,12 @@ def folder(tmp_path_factory) -> Path:
         for number in range(count):
             Image.fromarray(random.integers(200, 256, size=(4, 3)).astype(np.uint8)).save(
                 folder / "png" / split / f"{number}.png")
-    (folder / "tiny.py").write_text(tiny.RECIPE)
+    (folder / "tiny.py").write_text(small_run.RECIPE)
     prepare.prepare(str(folder / "png"), "pixels", folder / "tokens")
-    with tiny.settings():
-        assert tiny.run(folder / "tiny.py", "--run-dir", folder / "run", "--data.dir", folder / "tokens",
-                        "--data.tokenizer", "pixels", "--data.packing", "rows", "--model.context", 12,
-                        "--attention", "linear", "--train.sample-every", 2) == 0
+    with small_run.settings():
+        assert small_run.run(folder / "tiny.py", "--run-dir", folder / "run", "--data.dir", folder / "tokens",
+                             "--data.tokenizer", "pixels", "--data.packing", "rows", "--model.context", 12,
+                             "--attention", "linear", "--train.sample-every", 2) == 0
     return folder
 
 
@@ -54,7 +54,7 @@ def main(command, *arguments: object) -> int:
 
 @pytest.mark.fast
 def test_val_lines_have_bits_per_dimension(folder):
-    line, = tiny.lines(folder / "run", "val")
+    line, = small_run.lines(folder / "run", "val")
     assert line["bits_per_dimension"] == pytest.approx(line["loss"] / math.log(2), rel=1e-12)
     assert "bits_per_byte" not in line
 
@@ -62,7 +62,7 @@ def test_val_lines_have_bits_per_dimension(folder):
 def test_evaluation_of_val_and_of_test(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(evaluate, folder / "run", "--windows", 4) == 0
-    line, = tiny.lines(folder / "run", "val")
+    line, = small_run.lines(folder / "run", "val")
     entry, = json.loads((folder / "run" / "evaluation.json").read_text())["evaluations"]
     assert (entry["windows"], entry["tokens"], entry["short_context"]) == (4, 48, [])
     assert entry["bits_per_dimension"] == pytest.approx(line["bits_per_dimension"], rel=1e-5)
@@ -123,7 +123,8 @@ def test_the_comparison_has_bits_per_dimension_and_the_picture(folder):
     found = compare(runs)
     assert "bits per dimension" in headings(found.columns)
     assert "bits per byte" not in headings(found.columns)
-    assert found.rows[0].figures["bits_per_dimension"] == tiny.lines(folder / "run", "val")[-1]["bits_per_dimension"]
+    last = small_run.lines(folder / "run", "val")[-1]
+    assert found.rows[0].figures["bits_per_dimension"] == last["bits_per_dimension"]
     page = payload(found)
     shown = page["runs"][0]
     assert (page["bits"], shown["bits_per_nat"]) == ("bits per dimension", pytest.approx(1 / math.log(2)))

@@ -23,7 +23,7 @@ import sample
 from configs.schema import LraConfig
 from lineargpt import ConfigError, compare_runs, load_recipe, open_run, train_run
 from support.errors import CheckpointError, RunError, TrainingError
-from tests import tiny
+from tests import small_run
 from tests.edited import contents
 from training.checkpoint import Checkpoints
 from training.metrics import MetricsWriter
@@ -31,13 +31,13 @@ from training.metrics import MetricsWriter
 
 @pytest.fixture(autouse=True, scope="module")
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("tiny"))
+    return small_run.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +46,17 @@ def folder(recipe, tmp_path_factory) -> Path:
     from train_run."""
     folder = tmp_path_factory.mktemp("runs")
     train_run(load_recipe(recipe), folder / "python")
-    assert tiny.run(recipe, "--run-dir", folder / "command") == 0
+    assert small_run.run(recipe, "--run-dir", folder / "command") == 0
     train_run(load_recipe(recipe, "softmax"), folder / "softmax")
     return folder
 
 
 def test_train_run_trains_what_the_command_trains(folder):
-    python, command = (tiny.lines(folder / name) for name in ("python", "command"))
+    python, command = (small_run.lines(folder / name) for name in ("python", "command"))
     assert [(line["split"], line["step"]) for line in python] == [("train", 1), ("train", 2), ("val", 2)]
     assert [line["loss"] for line in python] == [line["loss"] for line in command]
     assert (folder / "python" / "config.json").read_bytes() == (folder / "command" / "config.json").read_bytes()
-    first, second = (tiny.arrays(folder / name, 2) for name in ("python", "command"))
+    first, second = (small_run.arrays(folder / name, 2) for name in ("python", "command"))
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name], err_msg=name)
 
@@ -72,7 +72,7 @@ def test_train_run_goes_on_and_leaves_a_finished_run(recipe, folder, tmp_path, c
     took = time.perf_counter() - started
     assert run.step == 3
     # The wall clock counts from the call, not from the import of the module.
-    before, *_, after = tiny.lines(folder / "python", "val") + tiny.lines(run_dir, "val")
+    before, *_, after = small_run.lines(folder / "python", "val") + small_run.lines(run_dir, "val")
     assert 0 < after["wall_seconds"] - before["wall_seconds"] < took
 
 
@@ -94,7 +94,7 @@ def test_ctrl_c_saves_and_interrupts(recipe, tmp_path, monkeypatch):
                 train_run(config, tmp_path / "run")
         finally:
             signal.signal(signal.SIGINT, handler)
-    (stopped,) = tiny.saved_steps(tmp_path / "run")
+    (stopped,) = small_run.saved_steps(tmp_path / "run")
     assert 1 <= stopped < 9
     assert train_run(config, tmp_path / "run").step == 9
 
@@ -177,7 +177,7 @@ def test_a_folder_that_is_no_run_is_refused(folder, tmp_path):
 
 def test_metrics_are_a_data_frame(folder):
     pandas = pytest.importorskip("pandas")
-    metrics, lines = open_run(folder / "python").metrics, tiny.lines(folder / "python")
+    metrics, lines = open_run(folder / "python").metrics, small_run.lines(folder / "python")
     assert isinstance(metrics, pandas.DataFrame)
     assert list(metrics["split"]) == ["train", "train", "val"]
     assert list(metrics["step"]) == [1, 2, 2]
@@ -188,7 +188,7 @@ def test_metrics_are_a_data_frame(folder):
 
 def test_metrics_are_arrays_without_pandas(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    metrics, lines = open_run(folder / "python").metrics, tiny.lines(folder / "python")
+    metrics, lines = open_run(folder / "python").metrics, small_run.lines(folder / "python")
     assert metrics["step"].tolist() == [1, 2, 2]
     assert metrics["step"].dtype == np.int64
     assert metrics["loss"][metrics["split"] == "val"].tolist() == [lines[-1]["loss"]]
@@ -245,7 +245,7 @@ def test_sampling_options_out_of_range_are_refused(folder, options, message):
 
 def test_compared_runs_have_the_files_and_figures_of_the_command(folder, tmp_path):
     compared = compare_runs([open_run(folder / "python"), str(folder / "softmax")], title="Two <runs>")
-    losses = [tiny.lines(folder / name, "val")[-1]["loss"] for name in ("python", "softmax")]
+    losses = [small_run.lines(folder / name, "val")[-1]["loss"] for name in ("python", "softmax")]
     assert list(compared.table["run"]) == ["python", "softmax"]
     assert list(compared.table["val_loss"]) == losses
     assert str(compared).startswith(compared.verdict[0])
@@ -305,7 +305,7 @@ def test_runs_that_cannot_be_compared_are_refused(folder, tmp_path):
 
 def test_the_python_of_the_guide_runs(recipe, folder, tmp_path, monkeypatch):
     """With a tiny recipe in place of the quickstart's."""
-    (code,) = re.findall(r"```python\n(.*?)```", (tiny.ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (small_run.ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(recipe.parent, "configs")
     shutil.copy("configs/tiny.py", "configs/quickstart.py")
@@ -319,7 +319,7 @@ def test_the_python_of_the_guide_runs(recipe, folder, tmp_path, monkeypatch):
     assert Path("report.html").is_file()
 
 
-NOTEBOOK = json.loads((tiny.ROOT / "docs" / "lineargpt.ipynb").read_text())
+NOTEBOOK = json.loads((small_run.ROOT / "docs" / "lineargpt.ipynb").read_text())
 
 
 @pytest.mark.fast
@@ -359,9 +359,9 @@ print(json.dumps({
 def test_the_notebook_runs_from_training_to_a_picture_and_a_sample(tmp_path):
     # As a user runs it: with XLA's own optimisation.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, "-c", RUN_NOTEBOOK, tiny.ROOT / "docs" / "lineargpt.ipynb"], cwd=tmp_path,
-                          capture_output=True, text=True, check=False,
-                          env=environment | {"PYTHONPATH": str(tiny.ROOT), "MPLBACKEND": "Agg"})
+    done = subprocess.run([sys.executable, "-c", RUN_NOTEBOOK, small_run.ROOT / "docs" / "lineargpt.ipynb"],
+                          cwd=tmp_path, capture_output=True, text=True, check=False,
+                          env=environment | {"PYTHONPATH": str(small_run.ROOT), "MPLBACKEND": "Agg"})
     assert done.returncode == 0, done.stderr
     *printed, found = done.stdout.splitlines()
     found = json.loads(found)

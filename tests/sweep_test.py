@@ -26,7 +26,7 @@ from support.errors import ConfigError
 from support.files import read_json
 from support.locks import is_locked
 from sweeps import estimates, folder, plan, processes
-from tests import tiny
+from tests import small_run
 from tests.comparison.run_folders import read_lines, write_lines, write_run
 from tests.edited import edited
 from training.run_folder import in_training
@@ -79,7 +79,7 @@ def get_runs(quick):
 def figures(runs):
     return []
 '''
-STUDIES = sorted(file.stem for file in (tiny.ROOT / "studies").glob("[!_]*.py"))
+STUDIES = sorted(file.stem for file in (small_run.ROOT / "studies").glob("[!_]*.py"))
 RUNS = [f"softmax-learning_rate-{rate}-seed-{seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
 
 
@@ -110,8 +110,8 @@ class SweptStudy:
         """sweep.py as a process."""
         script = ("import sys; from sweeps import plan; import sweep; plan.program = lambda command: "
                   f"[{str(self.folder / 'fake.py')!r}]; sys.exit(sweep.main(sys.argv[1:]))")
-        return subprocess.Popen([sys.executable, "-c", script, str(self.path), "--out", str(self.out)], cwd=tiny.ROOT,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen([sys.executable, "-c", script, str(self.path), "--out", str(self.out)],
+                                cwd=small_run.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def begun(self) -> list[str]:
         """The names of the runs that began since the last call, in order."""
@@ -122,7 +122,7 @@ class SweptStudy:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("recipe"))
+    return small_run.make(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture
@@ -539,9 +539,9 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
                 '"train.seed": (0,)}, {"train.steps": 120, "train.eval_every": 40, "checkpoint.every_steps": 10, '
                 '"checkpoint.keep": 2}')
     name = "softmax-seed-0"
-    process = subprocess.Popen([sys.executable, "sweep.py", str(made.path), "--out", str(made.out)], cwd=tiny.ROOT,
+    process = subprocess.Popen([sys.executable, "sweep.py", str(made.path), "--out", str(made.out)], cwd=small_run.ROOT,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: tiny.saved_steps(made.out / name), process)
+    wait_for(lambda: small_run.saved_steps(made.out / name), process)
     # The run must end first, or the sweep would record a failure; then no process is left.
     os.kill(process.pid, signal.SIGSTOP)
     for child in children(process.pid):
@@ -556,21 +556,21 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
     assert made.sweep() == 0  # it stays as it is
 
     def losses(out: Path) -> list[tuple]:
-        return [(line["split"], line["step"], line["loss"]) for line in tiny.lines(out / name)]
+        return [(line["split"], line["step"], line["loss"]) for line in small_run.lines(out / name)]
 
     assert losses(cut) == losses(made.out)
     # The kept parameters can be sampled from, and train.py knows that the run is finished.
     whole, parameters = (set(path.name for path in (out / name / "checkpoints").glob("120/*"))
                          for out in (made.out, cut))
     assert whole - parameters == {"optimizer"}
-    assert set(tiny.saved_steps(cut / name)) <= set(tiny.saved_steps(made.out / name))
+    assert set(small_run.saved_steps(cut / name)) <= set(small_run.saved_steps(made.out / name))
     config = ["--train.steps", 120, "--train.eval-every", 40]
-    with tiny.settings():
+    with small_run.settings():
         capsys.readouterr()
-        assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0
+        assert small_run.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0
         assert "is finished: step 120. It has no optimizer state" in capsys.readouterr().err
         before = {path: path.read_bytes() for path in (cut / name).glob("*.json")}
-        assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, "--train.steps", 121) == 1
+        assert small_run.run(recipe, "--attention", "softmax", "--run-dir", cut / name, "--train.steps", 121) == 1
         assert "has no optimizer state" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in (cut / name).glob("*.json")} == before
         assert sample.main([str(cut / name), "--prompt", "3", "--max-new-tokens", "2"]) == 0

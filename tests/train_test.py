@@ -23,28 +23,28 @@ from data.loader import fixed_batches
 from data.prepare import prepare
 from data.token_files import TokenFiles
 from models import attention as attentions
-from tests import edited, tiny
+from tests import edited, small_run
 from training import run_folder
 from training.checkpoint import Checkpoints
 
 
 @pytest.fixture(autouse=True, scope="module")
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("tiny"))
+    return small_run.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory) -> Path:
     """A run of seven steps, read-only."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 7, "--train.eval-every", 3,
-                    "--checkpoint.every-steps", 4) == 0
+    assert small_run.run(recipe, "--run-dir", folder, "--train.steps", 7, "--train.eval-every", 3,
+                         "--checkpoint.every-steps", 4) == 0
     return folder
 
 
@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def refused(capsys, code: int, *arguments: object) -> str:
     """Standard error of a command that stops with ``code`` and one message."""
     capsys.readouterr()
-    assert tiny.run(*arguments) == code
+    assert small_run.run(*arguments) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
@@ -72,7 +72,7 @@ def refused(capsys, code: int, *arguments: object) -> str:
 
 
 def test_metrics_have_one_train_line_a_step_and_val_lines_at_evaluations_and_the_end(finished, recipe):
-    found = tiny.lines(finished)
+    found = small_run.lines(finished)
     assert [(line["split"], line["step"]) for line in found] == [
         ("train", 1), ("train", 2), ("train", 3), ("val", 3), ("train", 4), ("train", 5), ("train", 6), ("val", 6),
         ("train", 7), ("val", 7)]
@@ -80,31 +80,31 @@ def test_metrics_have_one_train_line_a_step_and_val_lines_at_evaluations_and_the
         assert list(line)[:6] == ["step", "tokens", "train_seconds", "wall_seconds", "split", "loss"]
         assert line["tokens"] == line["step"] * 4 * 32
         assert 0 < line["train_seconds"] < line["wall_seconds"]
-    for line in tiny.lines(finished, "train"):
+    for line in small_run.lines(finished, "train"):
         assert list(line)[6:] == ["learning_rate", "gradient_norm", "tokens_per_second", "flops"]
     clocks = np.array([[line["train_seconds"], line["wall_seconds"]] for line in found])
     assert (np.diff(clocks, axis=0) >= 0).all()
     meta = json.loads((finished.parents[0] / "run" / "environment.json").read_text())
     assert meta["tokenizer"] == "bytes"
     evaluated = fixed_batches(TokenFiles.open(recipe.parent / "tokens"), "val", context=32, batch_size=4, count=2)
-    for line in tiny.lines(finished, "val"):
+    for line in small_run.lines(finished, "val"):
         # Every token is a byte of text, but the end-of-text tokens.
         part = np.mean([batch.targets_BT != 256 for batch in evaluated])
         assert line["bits_per_byte"] == pytest.approx(line["loss"] / np.log(2) / part)
 
 
 def test_the_loss_falls(finished):
-    losses = [line["loss"] for line in tiny.lines(finished, "val")]
+    losses = [line["loss"] for line in small_run.lines(finished, "val")]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 5.3 < np.log(257)
 
 
 def test_checkpoints_are_at_their_steps_and_at_the_end(finished):
-    assert tiny.saved_steps(finished) == [4, 7]
+    assert small_run.saved_steps(finished) == [4, 7]
     with Checkpoints(finished / "checkpoints") as checkpoints:
         found = checkpoints.restore({"position": None})
     assert found is not None
-    last = tiny.lines(finished, "train")[-1]
+    last = small_run.lines(finished, "train")[-1]
     assert found[1]["position"]["step"] == found[1]["position"]["batches"] == 7
     assert found[1]["position"]["train_seconds"] == last["train_seconds"]
 
@@ -128,7 +128,7 @@ def test_environment_json_says_what_it_was_made_with(recipe, finished):
     assert found["command"][:2] == ["train.py", str(recipe)]
     assert found["corpus_checksum"] == meta["checksum"]
     assert found["vocabulary_size"] == 257
-    arrays = tiny.arrays(finished, 7)
+    arrays = small_run.arrays(finished, 7)
     assert found["parameters"] == sum(x.size for name, x in arrays.items() if name.startswith("parameters"))
     assert found["implementations"] == {"chunked": "chunked"}
     assert "commit" in found
@@ -136,22 +136,22 @@ def test_environment_json_says_what_it_was_made_with(recipe, finished):
 
 def test_a_finished_run_says_so_and_changes_nothing(recipe, run_dir, capsys):
     before = contents(run_dir)
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
     assert f"{run_dir} is finished: step 7. Set more train.steps" in capsys.readouterr().err
     assert contents(run_dir) == before
 
 
 @pytest.mark.thorough
 def test_more_steps_go_on_from_the_end(recipe, run_dir):
-    before = tiny.lines(run_dir)
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
-    found = tiny.lines(run_dir)
+    before = small_run.lines(run_dir)
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
+    found = small_run.lines(run_dir)
     assert found[: len(before)] == before
     assert [(line["split"], line["step"]) for line in found[len(before):]] == [("train", 8), ("train", 9), ("val", 9)]
 
 
 def test_a_run_says_that_it_goes_on_and_does_not_go_back(recipe, run_dir, capsys):
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8) == 0
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 8) == 0
     assert f"note: {run_dir} resumes from step 7\n" in capsys.readouterr().err
     before = contents(run_dir)
     message = refused(capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 5)
@@ -231,8 +231,8 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_command_and_nothing_is_writte
 @pytest.mark.thorough
 def test_without_run_dir_a_run_is_named_after_recipe_and_attention(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert tiny.run(recipe, "--attention", "chunked,softmax") == 0
-    assert tiny.saved_steps(tmp_path / "runs" / "tiny-chunked-softmax") == [2]
+    assert small_run.run(recipe, "--attention", "chunked,softmax") == 0
+    assert small_run.saved_steps(tmp_path / "runs" / "tiny-chunked-softmax") == [2]
     values = json.loads((tmp_path / "runs" / "tiny-chunked-softmax" / "config.json").read_text())
     assert set(values["model"]["modes"]) == {"chunked", "softmax"}
 
@@ -245,9 +245,9 @@ def test_without_run_dir_a_run_is_named_after_recipe_and_attention(recipe, tmp_p
     *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in (
         ("softmax", "blockwise"), ("linear", "parallel"), ("linear", "blockwise"), ("linear", "cumsum")))])
 def test_every_form_trains(recipe, tmp_path, mode, form):
-    assert tiny.run(recipe, "--attention", mode, f"--model.modes.{mode}.form", form, "--run-dir", tmp_path / "run",
-                    "--model.layers", 1) == 0
-    assert len(tiny.lines(tmp_path / "run", "train")) == 2
+    assert small_run.run(recipe, "--attention", mode, f"--model.modes.{mode}.form", form, "--run-dir", tmp_path / "run",
+                         "--model.layers", 1) == 0
+    assert len(small_run.lines(tmp_path / "run", "train")) == 2
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["implementations"] == {mode: form}
 
 
@@ -255,9 +255,9 @@ def test_every_form_trains(recipe, tmp_path, mode, form):
 def test_every_mode_trains_as_it_is(recipe, tmp_path):
     """A layer of each mode for language models."""
     modes = attentions.causal_modes()
-    assert tiny.run(recipe, "--attention", ",".join(modes), "--run-dir", tmp_path / "run", "--model.layers",
-                    len(modes)) == 0
-    first, second = tiny.lines(tmp_path / "run", "train")
+    assert small_run.run(recipe, "--attention", ",".join(modes), "--run-dir", tmp_path / "run", "--model.layers",
+                         len(modes)) == 0
+    first, second = small_run.lines(tmp_path / "run", "train")
     assert second["loss"] < first["loss"]
     assert set(json.loads((tmp_path / "run" / "config.json").read_text())["model"]["modes"]) == set(modes)
 
@@ -273,8 +273,8 @@ def test_blocks_are_no_longer_than_the_sequence(recipe, capsys):
 @pytest.mark.thorough
 def test_a_chunk_that_changes_the_function_may_not_change(recipe, tmp_path, capsys):
     command = (recipe, "--attention", "local,chunked", "--run-dir", tmp_path / "run")
-    assert tiny.run(*command) == 0
-    assert tiny.run(*command, "--train.steps", 3, "--model.modes.chunked.chunk-size", 4) == 0
+    assert small_run.run(*command) == 0
+    assert small_run.run(*command, "--train.steps", 3, "--model.modes.chunked.chunk-size", 4) == 0
     assert "model.modes.local.block_size" in refused(capsys, 2, *command, "--model.modes.local.block-size", 4)
 
 
@@ -289,7 +289,7 @@ def test_documents_side_by_side_need_a_mode_that_keeps_them_apart(recipe, tmp_pa
 def test_a_new_file_is_a_mode_without_another_edit(recipe, tmp_path):
     root = tmp_path / "copy"
     skipped = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__")
-    shutil.copytree(tiny.ROOT, root, ignore=skipped)
+    shutil.copytree(small_run.ROOT, root, ignore=skipped)
     (root / "models" / "attention" / "mean.py").write_text('''"""``mean``: the mean of the values so far."""
 
 from dataclasses import dataclass
@@ -310,11 +310,12 @@ class Attention(SelfAttention):
         count_T = jnp.arange(1, v_BTHD.shape[1] + 1)
         return self.config.scale * jnp.cumsum(v_BTHD, axis=1) / count_T[None, :, None, None]
 ''')
-    process = tiny.start(recipe, "--attention", "mean", "--model.modes.mean.scale", 2, "--run-dir", tmp_path / "run",
-                         root=root)
+    process = small_run.start(recipe, "--attention", "mean", "--model.modes.mean.scale", 2, "--run-dir",
+                              tmp_path / "run",
+                              root=root)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert len(tiny.lines(tmp_path / "run", "train")) == 2
+    assert len(small_run.lines(tmp_path / "run", "train")) == 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["modes"] == {"mean": {"scale": 2.0}}
 
 
@@ -355,8 +356,9 @@ def test_an_unknown_recipe_is_told_with_those_there_are(capsys):
 
 @pytest.mark.thorough
 def test_what_is_too_long_is_shortened_with_a_note(recipe, tmp_path, capsys):
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 20, "--model.modes.chunked.chunk-size", 64,
-                    "--optimizer.warmup-steps", 50, "--train.accumulate", 3, "--model.layers", 1) == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 20,
+                         "--model.modes.chunked.chunk-size", 64,
+                         "--optimizer.warmup-steps", 50, "--train.accumulate", 3, "--model.layers", 1) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert notes == [
         "note: train.accumulate is 2, not 3, which does not divide train.batch_size",
@@ -370,9 +372,9 @@ def test_what_is_too_long_is_shortened_with_a_note(recipe, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_val_split_smaller_than_a_batch_is_enough(recipe, tmp_path):
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--model.context", 500, "--model.layers", 1,
-                    "--train.batch-size", 8, "--train.accumulate", 2) == 0
-    assert len(tiny.lines(tmp_path / "run", "val")) == 1
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--model.context", 500, "--model.layers", 1,
+                         "--train.batch-size", 8, "--train.accumulate", 2) == 0
+    assert len(small_run.lines(tmp_path / "run", "val")) == 1
 
 
 @pytest.fixture
@@ -396,7 +398,7 @@ def test_an_id_beyond_the_vocabulary_is_named(recipe, tokens, tmp_path, capsys):
     np.full(file.stat().st_size // 2, 300, "<u2").tofile(file)
     message = refused(capsys, 1, recipe, "--run-dir", tmp_path / "run", "--data.dir", tokens)
     assert f"{file}: the token 300 is beyond the vocabulary of 257 tokens of bytes" in message
-    assert tiny.saved_steps(tmp_path / "run") == []
+    assert small_run.saved_steps(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -458,20 +460,20 @@ def test_a_run_dir_that_cannot_be_made_is_named(recipe, tmp_path, capsys, place,
 
 @pytest.mark.thorough
 def test_a_full_disk_ends_in_one_message_and_loses_nothing(recipe, run_dir):
-    before = tiny.arrays(run_dir, 7)
+    before = small_run.arrays(run_dir, 7)
     # No file may grow past 16 kB: lines fit, the parameters do not.
-    process = tiny.start(recipe, "--run-dir", run_dir, "--train.steps", 9,
-                         under=("bash", "-c", 'ulimit -f 16; exec "$0" "$@"'))
+    process = small_run.start(recipe, "--run-dir", run_dir, "--train.steps", 9,
+                              under=("bash", "-c", 'ulimit -f 16; exec "$0" "$@"'))
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     assert "Traceback" not in errors
     assert f"the checkpoint of step 9 could not be written to {run_dir / 'checkpoints'}; check its free space" in errors
-    assert 7 in tiny.saved_steps(run_dir)
-    after = tiny.arrays(run_dir, 7)
+    assert 7 in small_run.saved_steps(run_dir)
+    after = small_run.arrays(run_dir, 7)
     assert all((after[name] == before[name]).all() for name in before)
     # With room again, the same command goes on.
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
-    assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 10))
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
+    assert [line["step"] for line in small_run.lines(run_dir, "train")] == list(range(1, 10))
 
 
 def test_two_processes_do_not_train_in_one_folder(recipe, run_dir, capsys):
@@ -497,7 +499,7 @@ def test_checkpoints_that_could_not_be_written_are_refused_at_the_start(recipe, 
 def test_checkpoints_on_a_read_only_disk_are_refused_before_anything_is_written(recipe, run_dir, capsys, monkeypatch):
     before = contents(run_dir)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints")
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0  # finished
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0  # finished
     message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
     assert f"{run_dir / 'checkpoints'} cannot be written; check its permissions" in message
     assert contents(run_dir) == before
@@ -535,7 +537,7 @@ def test_a_lock_that_is_a_link_or_missing_from_the_file_system_is_told(recipe, t
 
 
 def test_help_lists_the_fields_and_the_options_of_the_modes(recipe, capsys):
-    assert tiny.run(recipe, "--attention", "linear", "--help") == 0
+    assert small_run.run(recipe, "--attention", "linear", "--help") == 0
     out = capsys.readouterr().out
     for flag in ("--model.width", "--train.steps", "--mesh.fsdp", "--model.modes.linear.form", "--attention MODE"):
         assert flag in out
@@ -559,8 +561,8 @@ def test_a_run_does_not_go_on_as_another(recipe, run_dir, capsys, flag, value, n
 
 @pytest.mark.thorough
 def test_a_run_goes_on_computed_another_way(recipe, run_dir):
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--model.modes.chunked.chunk-size", 8) == 0
-    assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 9))
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--model.modes.chunked.chunk-size", 8) == 0
+    assert [line["step"] for line in small_run.lines(run_dir, "train")] == list(range(1, 9))
 
 
 def test_a_run_does_not_go_on_with_other_tokens(recipe, run_dir, tmp_path, capsys):
@@ -574,20 +576,20 @@ def test_a_run_does_not_go_on_with_other_tokens(recipe, run_dir, tmp_path, capsy
 def test_a_folder_in_which_nothing_was_begun_is_taken(recipe, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run") == 0
 
 
 @pytest.mark.thorough
 def test_a_finished_run_with_damaged_parameters_is_finished_again(recipe, finished, run_dir, capsys):
     """Only its position is intact, and says that all seven steps are done."""
-    step = max(tiny.saved_steps(run_dir))
+    step = max(small_run.saved_steps(run_dir))
     largest = max((run_dir / "checkpoints" / str(step) / "parameters").rglob("*"), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
     assert "note: skipping the damaged checkpoint" in capsys.readouterr().err
-    straight = tiny.arrays(finished, 7)
-    assert all(np.array_equal(x, straight[name]) for name, x in tiny.arrays(run_dir, 7).items())
-    assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 8))
+    straight = small_run.arrays(finished, 7)
+    assert all(np.array_equal(x, straight[name]) for name, x in small_run.arrays(run_dir, 7).items())
+    assert [line["step"] for line in small_run.lines(run_dir, "train")] == list(range(1, 8))
 
 
 def test_a_kernel_that_this_device_lacks_stops_before_any_work(recipe, tmp_path, capsys):
@@ -616,15 +618,15 @@ def test_a_damaged_environment_json_is_named(recipe, run_dir, capsys, damage):
 def softmax_run(recipe, tmp_path_factory) -> Path:
     """A softmax run of two steps, read-only."""
     folder = tmp_path_factory.mktemp("softmax") / "run"
-    assert tiny.run(recipe, "--attention", "softmax", "--run-dir", folder) == 0
+    assert small_run.run(recipe, "--attention", "softmax", "--run-dir", folder) == 0
     return folder
 
 
 @pytest.mark.parametrize("reset", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_path, capsys, reset):
     flags = ["--init-from.reset", "attention"] if reset else []
-    assert tiny.run(recipe, "--attention", "chunked", "--run-dir", tmp_path / "run", "--init-from", softmax_run,
-                    *flags) == 0
+    assert small_run.run(recipe, "--attention", "chunked", "--run-dir", tmp_path / "run", "--init-from", softmax_run,
+                         *flags) == 0
     said = next(line for line in capsys.readouterr().err.splitlines() if "init_from" in line)
     assert said.startswith(f"note: init_from {softmax_run}, step 2: loaded: ")
     taken, new = said.split("; new: ")
@@ -632,7 +634,7 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
     assert "optimizer state, step and clocks" in new
     assert ("attention.query" in new, "attention.query" in taken) == (reset, not reset)
 
-    source, begun = tiny.arrays(softmax_run, 2), tiny.arrays(tmp_path / "run", 0)
+    source, begun = small_run.arrays(softmax_run, 2), small_run.arrays(tmp_path / "run", 0)
     parameters = [name for name in source if name.startswith("parameters")]
     assert parameters == [name for name in begun if name.startswith("parameters")]
     for name in parameters:
@@ -643,7 +645,7 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
     for name in begun:
         if name.startswith("optimizer"):
             assert not np.any(begun[name]), name
-    assert [line["step"] for line in tiny.lines(tmp_path / "run", "train")] == [1, 2]
+    assert [line["step"] for line in small_run.lines(tmp_path / "run", "train")] == [1, 2]
     origin = json.loads((tmp_path / "run" / "environment.json").read_text())["init_from"]
     assert origin == {"run": str(softmax_run), "step": 2, "reset": "attention" if reset else None}
 
@@ -651,16 +653,16 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
 @pytest.mark.thorough
 def test_what_a_mode_has_in_another_shape_is_new_and_said(recipe, softmax_run, tmp_path, capsys):
     gated = ["--attention", "gated", "--run-dir"]
-    assert tiny.run(recipe, *gated, tmp_path / "four", "--init-from", softmax_run) == 0
+    assert small_run.run(recipe, *gated, tmp_path / "four", "--init-from", softmax_run) == 0
     said = capsys.readouterr().err
     assert "; new: attention.decay, attention.decay.log_rate_H, attention.gate, attention.key_taps_KF, " in said
     assert "attention.query" in said.split("; new: ")[0]
-    assert tiny.run(recipe, *gated, tmp_path / "three", "--init-from", tmp_path / "four",
-                    "--model.modes.gated.short-conv", 3) == 0
+    assert small_run.run(recipe, *gated, tmp_path / "three", "--init-from", tmp_path / "four",
+                         "--model.modes.gated.short-conv", 3) == 0
     said = capsys.readouterr().err
     assert said.splitlines()[0].endswith(
         "; of another shape: attention.key_taps_KF, attention.query_taps_KF, attention.value_taps_KF")
-    four, three = tiny.arrays(tmp_path / "four", 2), tiny.arrays(tmp_path / "three", 0)
+    four, three = small_run.arrays(tmp_path / "four", 2), small_run.arrays(tmp_path / "three", 0)
     same = [name for name in four if name.startswith("parameters") and "taps" not in name]
     assert any("['gate']" in name for name in same)
     for name in same:
@@ -669,19 +671,19 @@ def test_what_a_mode_has_in_another_shape_is_new_and_said(recipe, softmax_run, t
 
 @pytest.mark.thorough
 def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finished, tmp_path):
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", finished, "--train.steps", 1,
-                    "--optimizer.learning-rate", 1e-12, "--train.eval-every", 1) == 0
-    assert tiny.lines(tmp_path / "run", "val")[0]["loss"] == pytest.approx(
-        tiny.lines(finished, "val")[-1]["loss"], rel=1e-5)
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--init-from", finished, "--train.steps", 1,
+                         "--optimizer.learning-rate", 1e-12, "--train.eval-every", 1) == 0
+    assert small_run.lines(tmp_path / "run", "val")[0]["loss"] == pytest.approx(
+        small_run.lines(finished, "val")[-1]["loss"], rel=1e-5)
 
 
 @pytest.mark.thorough
 def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run, run_dir, capsys):
     straight = contents(run_dir / "checkpoints" / "7")
-    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--init-from", softmax_run) == 0
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--init-from", softmax_run) == 0
     assert f"note: init_from {softmax_run} is ignored: {run_dir} resumes" in capsys.readouterr().err
     assert contents(run_dir / "checkpoints" / "7") == straight
-    assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 9))
+    assert [line["step"] for line in small_run.lines(run_dir, "train")] == list(range(1, 9))
     assert "init_from" not in json.loads((run_dir / "environment.json").read_text())
 
 
@@ -689,20 +691,21 @@ def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run,
 def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one(recipe, softmax_run, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     start = ("--init-from", softmax_run, "--optimizer.final-fraction", 1)  # a rate that does not depend on the steps
-    assert tiny.run(recipe, "--run-dir", straight, "--train.steps", 4, *start) == 0
-    assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", 2, *start) == 0
-    assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", 4, "--optimizer.final-fraction", 1) == 0
-    expected, actual = tiny.arrays(straight, 4), tiny.arrays(resumed, 4)
+    assert small_run.run(recipe, "--run-dir", straight, "--train.steps", 4, *start) == 0
+    assert small_run.run(recipe, "--run-dir", resumed, "--train.steps", 2, *start) == 0
+    assert small_run.run(recipe, "--run-dir", resumed, "--train.steps", 4, "--optimizer.final-fraction", 1) == 0
+    expected, actual = small_run.arrays(straight, 4), small_run.arrays(resumed, 4)
     assert all(np.array_equal(actual[name], expected[name]) for name in expected)
     assert json.loads((resumed / "environment.json").read_text())["init_from"]["run"] == str(softmax_run)
 
 
 @pytest.mark.thorough
 def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_path, capsys):
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, "--model.context", 16) == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, "--model.context", 16) == 0
     assert "the first 16 of 32 positions" in capsys.readouterr().err
     name = "parameters['position_embedding']['embedding']"
-    np.testing.assert_array_equal(tiny.arrays(tmp_path / "run", 0)[name], tiny.arrays(softmax_run, 2)[name][:16])
+    positions, longer = small_run.arrays(tmp_path / "run", 0)[name], small_run.arrays(softmax_run, 2)[name]
+    np.testing.assert_array_equal(positions, longer[:16])
 
 
 @pytest.mark.thorough
@@ -767,10 +770,10 @@ def test_a_mixed_stack_trains_checkpoints_resumes_samples_and_is_in_the_report(r
 
     run = tmp_path / "run"
     flags = ("--attention", "chunked,chunked,chunked,softmax", "--model.layers", 4, "--run-dir", run)
-    assert tiny.run(recipe, *flags) == 0
-    assert tiny.run(recipe, *flags, "--train.steps", 3) == 0
-    assert [line["step"] for line in tiny.lines(run, "train")] == [1, 2, 3]
-    assert tiny.saved_steps(run) == [2, 3]
+    assert small_run.run(recipe, *flags) == 0
+    assert small_run.run(recipe, *flags, "--train.steps", 3) == 0
+    assert [line["step"] for line in small_run.lines(run, "train")] == [1, 2, 3]
+    assert small_run.saved_steps(run) == [2, 3]
     implementations = json.loads((run / "environment.json").read_text())["implementations"]
     assert set(implementations) == {"chunked", "softmax"}
     capsys.readouterr()
@@ -786,7 +789,7 @@ def test_a_mixed_stack_trains_checkpoints_resumes_samples_and_is_in_the_report(r
 @pytest.mark.parametrize(("size", "rate"), [("124m", 6e-4), ("355m", 3e-4), ("774m", 2.5e-4), ("1558m", 2e-4)])
 def test_an_update_of_the_gpt2_recipes_is_as_many_tokens_at_every_context(size, rate):
     for context in (1024, 8192, 65_536):
-        config = train.parse([f"{tiny.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)]).config
+        config = train.parse([f"{small_run.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)]).config
         assert config.train.batch_size * context == 2**19
         assert config.optimizer.learning_rate == rate
         assert config.model.modes["chunked"].feature_map == "softplus"

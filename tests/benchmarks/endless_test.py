@@ -9,7 +9,7 @@ import pytest
 from benchmarks import endless, timing
 from benchmarks.endless import Row
 from configs.schema import ModelConfig
-from tests import tiny
+from tests import small_run
 
 pytestmark = pytest.mark.fast
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "tiny.py"
-    path.write_text(tiny.RECIPE)
+    path.write_text(small_run.RECIPE)
     return path
 
 

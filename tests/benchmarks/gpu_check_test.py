@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu_check
 from compilation import target
 from compilation.machine_code import Kernel, MachineCode, find_atomics, read_assembler
-from tests.compilation.made import ATOMICS, CLEAN, COMPILERS, LIMIT, SPILLING
+from tests.compilation.assembler_output import ATOMICS, CLEAN, COMPILERS, LIMIT, SPILLING
 
 pytestmark = pytest.mark.fast
 

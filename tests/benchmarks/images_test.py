@@ -10,7 +10,7 @@ from benchmarks import images, timing
 from configs.schema import ModelConfig
 from models.gpt import GPT, resolve_config
 from sampling.sampler import TOKENS_PER_CALL, Sampler
-from tests import tiny
+from tests import small_run
 
 CONTEXT = 70
 
@@ -60,7 +60,7 @@ def test_a_pixel_without_a_state_is_the_one_with_it():
 @pytest.mark.thorough
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     recipe, path = tmp_path / "mnist.py", tmp_path / "images.json"
-    recipe.write_text(tiny.RECIPE)
+    recipe.write_text(small_run.RECIPE)
     assert images.main(["--recipe", str(recipe), "--batches", "1,2", "--repeats", "3", "--dtype", "float32",
                         "--json", str(path), "--picture", str(tmp_path / "images.png")]) == 0
     rows = json.loads(path.read_text())["rows"]

@@ -6,7 +6,7 @@ from benchmarks.recipes import recipe_model, train_flags, vocabulary_size
 from configs.schema import Config, DataConfig
 from data import tokenizers
 from support.errors import ConfigError, DataError
-from tests import tiny
+from tests import small_run
 
 pytestmark = pytest.mark.fast
 
@@ -24,7 +24,7 @@ def test_the_vocabulary_of_gpt2_is_known_and_another_one_without_its_files_has_a
 
 def test_the_options_of_a_mode_replace_those_of_a_recipe(tmp_path):
     recipe = tmp_path / "tiny.py"
-    recipe.write_text(tiny.RECIPE)
+    recipe.write_text(small_run.RECIPE)
     model = recipe_model(recipe, "chunked:normalize=False", positions="none")
     assert (model.modes["chunked"].normalize, model.positions) == (False, "none")
 

@@ -13,7 +13,7 @@ from configs.schema import ModelConfig
 from models.gpt import GPT, resolve_config
 from sampling.sampler import TOKENS_PER_CALL
 from support.errors import ConfigError
-from tests import tiny
+from tests import small_run
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3", "--dtype", "float32"]
 
@@ -43,7 +43,7 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
 
 def test_the_model_of_a_recipe_is_the_recipes(tmp_path):
     recipe = tmp_path / "mine.py"
-    recipe.write_text(tiny.RECIPE.replace("context=32", "context=32, positions='rotary'"))
+    recipe.write_text(small_run.RECIPE.replace("context=32", "context=32, positions='rotary'"))
     ((name, vocabulary), modes), = sampling.make_configs(sampling.main.parse(["--recipe", str(recipe)])).items()
     assert (name, vocabulary, set(modes)) == ("mine", 257, {"softmax", "chunked"})
     assert {(config.width, config.positions) for config in modes.values()} == {(16, "rotary")}

@@ -21,7 +21,7 @@ from comparison import compare
 from comparison.figures import Axis, Figure, Line, Point
 from comparison.page import page
 from comparison.runs import load_run
-from tests import tiny
+from tests import small_run
 from tests.comparison.run_folders import read_lines, write_evaluated, write_lines, write_run
 from tests.edited import contents
 
@@ -156,16 +156,16 @@ class Browser:
 def runs(tmp_path_factory) -> dict[str, Path]:
     """Two seeds of one set-up, and a copy under another mode's name without bits per byte and FLOPs."""
     folder = tmp_path_factory.mktemp("browser")
-    recipe, found = tiny.make(folder), {}
-    with tiny.settings():
+    recipe, found = small_run.make(folder), {}
+    with small_run.settings():
         for seed in (0, 1):
             found[f"chunked-{seed}"] = folder / f"chunked-{seed}"
-            assert tiny.run(recipe, "--model.layers", 1, "--train.seed", seed, "--train.steps", 30,
-                            "--train.eval-every", 5, "--run-dir", folder / f"chunked-{seed}") == 0
+            assert small_run.run(recipe, "--model.layers", 1, "--train.seed", seed, "--train.steps", 30,
+                                 "--train.eval-every", 5, "--run-dir", folder / f"chunked-{seed}") == 0
     copy = found["copy"] = folder / "copy"
     copy.mkdir()
     lines = [{name: value for name, value in line.items() if name not in ("bits_per_byte", "flops")}
-             for line in tiny.lines(found["chunked-0"])]
+             for line in small_run.lines(found["chunked-0"])]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = contents(found["chunked-0"] / "config.json")
     config["model"] |= {"attention": ["softmax"], "context": 64}
@@ -223,7 +223,7 @@ def keep(browser: Browser, folder: Path, name: str) -> None:
 
 
 def column(run: Path, name: str, split: str = "val") -> list[float]:
-    return [line[name] for line in tiny.lines(run, split)]
+    return [line[name] for line in small_run.lines(run, split)]
 
 
 def test_axis_buttons_redraw_every_curve(browser, runs, tmp_path):

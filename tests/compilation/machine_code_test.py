@@ -4,7 +4,7 @@ import pytest
 
 from compilation import machine_code
 from compilation.machine_code import Kernel, count_launches, find_atomics, read_assembler, read_launches
-from tests.compilation.made import ATOMICS, CLEAN, COMPILERS, LAUNCHES, LIMIT, SPILLING
+from tests.compilation.assembler_output import ATOMICS, CLEAN, COMPILERS, LAUNCHES, LIMIT, SPILLING
 
 pytestmark = pytest.mark.fast
 

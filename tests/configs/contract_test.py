@@ -28,7 +28,7 @@ from models import attention
 from support.errors import ConfigError
 from support.flags import checked_flags, flag_types
 from support.ranges import NAMES, check_options, members
-from tests import tiny
+from tests import small_run
 from training.config_validation import validate_config
 from training.processes import Distributed
 from training.sharding import mesh_sizes
@@ -173,8 +173,8 @@ def messages_of(path) -> list[str]:
 
 
 def test_below_the_command_line_no_message_names_a_flag():
-    messages = [f"{path}: {message}" for path in sorted(tiny.ROOT.glob("*/**/*.py"))
-                if not str(path.relative_to(tiny.ROOT)).startswith(COMMAND_LINES)
+    messages = [f"{path}: {message}" for path in sorted(small_run.ROOT.glob("*/**/*.py"))
+                if not str(path.relative_to(small_run.ROOT)).startswith(COMMAND_LINES)
                 and "\ndef main(" not in path.read_text() for message in messages_of(path)]
     assert len(messages) > 300
     assert [message for message in messages if re.search(r"(?<![\w-])--[a-z]", message)] == []

@@ -15,10 +15,10 @@ from comparison.runs import group, load_run, scored
 from lra import accuracy, tasks
 from lra import train as lra_train
 from support.errors import DataError
-from tests import tiny
+from tests import small_run
 from tests.comparison.run_folders import write_run
 from tests.edited import edited
-from tests.lra import fake
+from tests.lra import majority_task
 from training.loading import load_model
 
 STEPS = 6
@@ -26,21 +26,22 @@ STEPS = 6
 
 @pytest.fixture(autouse=True, scope="module")
 def settings():
-    with tiny.settings(), pytest.MonkeyPatch.context() as patch:
-        fake.install(patch, fake=fake.dataset(), other=fake.dataset(), smaller=fake.dataset(train=40))
+    with small_run.settings(), pytest.MonkeyPatch.context() as patch:
+        majority_task.install(patch, fake=majority_task.dataset(), other=majority_task.dataset(),
+                              smaller=majority_task.dataset(train=40))
         yield
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return fake.make(tmp_path_factory.mktemp("fake"))
+    return majority_task.make(tmp_path_factory.mktemp("fake"))
 
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory) -> Path:
     """An uninterrupted run, read-only."""
     folder = tmp_path_factory.mktemp("finished") / "softmax"
-    assert fake.run(recipe, "--run-dir", folder) == 0
+    assert majority_task.run(recipe, "--run-dir", folder) == 0
     return folder
 
 
@@ -61,7 +62,7 @@ def read(path: Path) -> dict:
 def refused(capsys, code: int, *arguments: object) -> str:
     """Standard error of a command that stops with ``code`` and one message."""
     capsys.readouterr()
-    assert fake.run(*arguments) == code
+    assert majority_task.run(*arguments) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
@@ -70,37 +71,37 @@ def refused(capsys, code: int, *arguments: object) -> str:
 
 def run_interrupted(at: int, *arguments: object) -> int:
     """The exit code of a command that gets a Ctrl-C before it writes the line of step ``at``."""
-    with tiny.before_line(at, lambda: signal.raise_signal(signal.SIGINT)):
-        return fake.run(*arguments)
+    with small_run.before_line(at, lambda: signal.raise_signal(signal.SIGINT)):
+        return majority_task.run(*arguments)
 
 
 def assert_same_run(folder: Path, straight: Path) -> None:
     """Parameters and optimizer state are equal bit for bit, and every step has the same metrics."""
-    expected, found = tiny.arrays(straight, STEPS), tiny.arrays(folder, STEPS)
+    expected, found = small_run.arrays(straight, STEPS), small_run.arrays(folder, STEPS)
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
     figures = ("step", "split", "tokens", "loss")
-    assert ([[line[name] for name in figures] for line in tiny.lines(folder)]
-            == [[line[name] for name in figures] for line in tiny.lines(straight)])
+    assert ([[line[name] for name in figures] for line in small_run.lines(folder)]
+            == [[line[name] for name in figures] for line in small_run.lines(straight)])
 
 
 @pytest.mark.thorough
 def test_a_run_writes_what_a_language_model_writes(finished):
-    found = tiny.lines(finished)
+    found = small_run.lines(finished)
     assert [(line["split"], line["step"]) for line in found] == [
         ("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4), ("train", 5), ("train", 6),
         ("val", 6)]
     assert all(line["tokens"] == line["step"] * 8 * 16 for line in found)  # examples times context
-    for line in tiny.lines(finished, "val"):
+    for line in small_run.lines(finished, "val"):
         assert list(line)[5:] == ["loss", "accuracy", "flops"]
         assert (21 * line["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
     environment = read(finished / "environment.json")
     assert environment["command"][:3] == ["python", "-m", "lra.train"]
-    assert environment["corpus_checksum"] == fake.dataset().checksum
-    assert environment["vocabulary_size"] == fake.VOCABULARY
+    assert environment["corpus_checksum"] == majority_task.dataset().checksum
+    assert environment["vocabulary_size"] == majority_task.VOCABULARY
     assert environment["parameters"] == sum(
-        x.size for name, x in tiny.arrays(finished, STEPS).items() if name.startswith("parameters"))
+        x.size for name, x in small_run.arrays(finished, STEPS).items() if name.startswith("parameters"))
     config = read(finished / "config.json")
     assert (config["data"]["task"], config["model"]["dropout"]) == ("fake", 0.25)
 
@@ -110,7 +111,7 @@ def test_a_run_ends_with_the_accuracy_on_test_and_what_guessing_reaches(finished
     assert (found["task"], found["attention"], found["seed"], found["examples"]) == ("fake", ["softmax"], 0, 19)
     assert found["baselines"] == {"majority class": 0.625}
     assert (19 * found["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
-    losses = {line["step"]: line["loss"] for line in tiny.lines(finished, "val")}
+    losses = {line["step"]: line["loss"] for line in small_run.lines(finished, "val")}
     assert losses[found["step"]] == min(losses.values())
     assert found["trained_steps"] == found["last"]["step"] == STEPS
     if found["step"] == STEPS:
@@ -120,8 +121,8 @@ def test_a_run_ends_with_the_accuracy_on_test_and_what_guessing_reaches(finished
 @pytest.mark.thorough
 def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(recipe, run_dir, capsys):
     before = read(run_dir / "test.json")
-    assert fake.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--optimizer.learning-rate", 30) == 0
-    val = tiny.lines(run_dir, "val")
+    assert majority_task.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--optimizer.learning-rate", 30) == 0
+    val = small_run.lines(run_dir, "val")
     assert val[-1]["loss"] > val[-2]["loss"]
     found = read(run_dir / "test.json")
     assert (found["step"], found["trained_steps"], found["checkpoint"]) == (before["step"], 8, "best by val loss")
@@ -140,20 +141,20 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_what_the_uninterrupted_run
     assert run_interrupted(3, *command) == 128 + signal.SIGINT
     assert "stopped and saved at step 4; repeat the command" in capsys.readouterr().err
     assert not (tmp_path / "run" / "test.json").exists()
-    assert fake.run(*command) == 0
+    assert majority_task.run(*command) == 0
     assert_same_run(tmp_path / "run", finished)
     assert read(tmp_path / "run" / "test.json")["accuracy"] == read(finished / "test.json")["accuracy"]
 
 
 def test_a_finished_run_says_so_and_is_scored_where_it_is_not_yet(recipe, finished, run_dir, capsys):
     before = contents(run_dir)
-    assert fake.run(recipe, "--run-dir", run_dir) == 0
+    assert majority_task.run(recipe, "--run-dir", run_dir) == 0
     err = capsys.readouterr().err
     assert f"{run_dir} is finished: step {STEPS}" in err
     assert "test accuracy" not in err  # it is not computed again
     assert contents(run_dir) == before
     (run_dir / "test.json").unlink()
-    assert fake.run(recipe, "--run-dir", run_dir) == 0
+    assert majority_task.run(recipe, "--run-dir", run_dir) == 0
     assert read(run_dir / "test.json") == read(finished / "test.json")
 
 
@@ -164,7 +165,7 @@ def test_a_run_that_goes_on_has_no_score_until_its_new_end(recipe, run_dir):
     assert run_interrupted(8, *longer) == 128 + signal.SIGINT
     with pytest.raises(DataError, match="not scored yet"):
         accuracy.load(run_dir)
-    assert fake.run(*longer) == 0
+    assert majority_task.run(*longer) == 0
     assert read(run_dir / "test.json")["trained_steps"] == 12
 
 
@@ -173,7 +174,7 @@ def test_the_flags_of_the_data_reach_the_task_and_another_seed_does_not(recipe, 
 
     def load(task, **settings):
         asked.append({"task": task} | settings)
-        return fake.dataset()
+        return majority_task.dataset()
 
     monkeypatch.setattr(tasks, "load", load)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -191,8 +192,8 @@ def test_a_shortened_listops_is_trained_on_and_scored_beside_its_guessers(tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = {"data.max-length": 16, "data.train-examples": 64, "data.val-examples": 32, "model.layers": 1,
              "model.heads": 2, "model.width": 8, "model.mlp-width": 8, "train.steps": 2, "train.batch-size": 4}
-    assert fake.run(tiny.ROOT / "configs" / "lra" / "listops.py", "--run-dir", tmp_path / "run",
-                    *(word for name, value in flags.items() for word in (f"--{name}", value))) == 0
+    assert majority_task.run(small_run.ROOT / "configs" / "lra" / "listops.py", "--run-dir", tmp_path / "run",
+                             *(word for name, value in flags.items() for word in (f"--{name}", value))) == 0
     found = read(tmp_path / "run" / "test.json")
     assert (found["task"], found["context"], found["train_examples"], found["examples"]) == ("listops", 16, 64, 32)
     data = tasks.load("listops", folder=None, max_length=16, train_examples=64, val_examples=32, seed=0)
@@ -246,21 +247,21 @@ def test_the_run_of_another_task_or_model_is_left_alone(recipe, run_dir, capsys,
 
 
 def test_a_run_does_not_go_on_with_other_examples(recipe, run_dir, capsys, monkeypatch):
-    fake.install(monkeypatch, fake=fake.dataset(train=40))
+    majority_task.install(monkeypatch, fake=majority_task.dataset(train=40))
     assert "was trained on another corpus than this one of fake" in refused(
         capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 9)
 
 
 def test_each_command_names_the_other_where_recipe_or_run_are_of_that(recipe, finished, tmp_path, capsys):
     assert "quickstart.py: not a recipe of lra.train: its get_config has no argument preset" in refused(
-        capsys, 2, f"{tiny.ROOT}/configs/quickstart.py")
+        capsys, 2, f"{small_run.ROOT}/configs/quickstart.py")
     message = refused(capsys, 2, "configs/nothing.py")
     assert "configs/lra/listops.py" in message
     assert "configs/quickstart.py" not in message
-    assert tiny.run(recipe) == 2
+    assert small_run.run(recipe) == 2
     assert "not a recipe of train.py, but of lra.train" in capsys.readouterr().err
-    language = tiny.make(tmp_path)
-    assert tiny.run(language, "--run-dir", finished) == 2
+    language = small_run.make(tmp_path)
+    assert small_run.run(language, "--run-dir", finished) == 2
     told = capsys.readouterr().err
     assert f"{finished} is a classifier run of lra.train, not a language-model run of train.py" in told
     with pytest.raises(train_command.ConfigError, match=r"is a classifier run of lra\.train"):
@@ -286,7 +287,7 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     shutil.copytree(finished, linear)
     with edited(linear / "config.json") as config:
         config |= json.loads(json.dumps(config).replace('"softmax"', '"linear"'))
-    lines = [line | {"loss": line["loss"] + 1} for line in tiny.lines(finished)]
+    lines = [line | {"loss": line["loss"] + 1} for line in small_run.lines(finished)]
     (linear / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert compare.main([str(finished), str(linear), "--out", str(tmp_path / "page.html"),
                          *(word for flag, path in files.items() for word in (f"--{flag}", str(path)))]) == 0
@@ -296,7 +297,7 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     assert "After 6 steps, softmax has the lower val loss" in out
     rows = read(files["json"])["rows"]
     assert [row["tokens"] for row in rows] == [STEPS * 8 * 16] * 2
-    assert rows[0]["accuracy"] == tiny.lines(finished, "val")[-1]["accuracy"]
+    assert rows[0]["accuracy"] == small_run.lines(finished, "val")[-1]["accuracy"]
     assert '"scored":"example"' in (tmp_path / "page.html").read_text()
     # 6 per parameter, except those of 5 embeddings and of the head, and three times the attention, which has no mask.
     parameters = read(finished / "environment.json")["parameters"] - 5 * 8 - 8 * (8 + 2)
@@ -307,9 +308,9 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
 @pytest.mark.parametrize("padded", [True, False])
 def test_what_computes_attention_is_asked_for_rows_as_they_are(recipe, tmp_path, monkeypatch, padded):
     """cuDNN does not support padding: environment.json must not name it for padded rows."""
-    asked, data = [], fake.dataset()
+    asked, data = [], majority_task.dataset()
     if not padded:
-        splits = {name: fake.split(0, len(split.labels), length=16) for name, split in data.splits.items()}
+        splits = {name: majority_task.split(0, len(split.labels), length=16) for name, split in data.splits.items()}
         data = data._replace(splits={name: split._replace(lengths=tuple(map(lambda n: n * 0 + 16, split.lengths)))
                                      for name, split in splits.items()})
     monkeypatch.setattr(tasks, "load", lambda task, **settings: data)
@@ -319,5 +320,5 @@ def test_what_computes_attention_is_asked_for_rows_as_they_are(recipe, tmp_path,
         raise DataError("that is enough")
 
     monkeypatch.setattr("training.run.environment", environment)
-    assert fake.run(recipe, "--run-dir", tmp_path / "run") != 0
+    assert majority_task.run(recipe, "--run-dir", tmp_path / "run") != 0
     assert asked == [padded]

@@ -28,7 +28,7 @@ from models.attention.performer import Attention
 from models.attention.performer import Config as PerformerConfig
 from models.attention.self_attention import SelfAttention
 from models.gpt import resolve_config
-from tests.lra import fake
+from tests.lra import majority_task
 from training.objectives.classification import Classification
 from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
@@ -191,7 +191,7 @@ def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
                                         attention=("performer",),
                                         modes={"performer": {"features": 8, "resample_every": 1}}))
     config = LraConfig(model=model, data=TaskConfig(task="fake"), train=TrainConfig(batch_size=8))
-    objective = Classification(config, fake.dataset(val=8))
+    objective = Classification(config, majority_task.dataset(val=8))
     transform = make_optimizer(OptimizerConfig(), decay_mask(objective.model))
     sharding = batch_sharding(make_mesh(config))
     with jax.numpy_rank_promotion("allow"), objective.batches(start=0, sharding=sharding) as batches:

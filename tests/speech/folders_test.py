@@ -12,7 +12,7 @@ import soundfile
 from speech import folders
 from support.errors import ConfigError, DataError
 from tests.edited import edited
-from tests.speech import made
+from tests.speech import corpus_folders
 
 TEXTS = {"train": ["HELLO", "A B", "IT'S", "GO", "STOP"], "val": ["YES"], "test": ["NO"]}
 PHONES = {"train": ["sil aa", "aa aa b"], "val": ["b"], "test": ["sil sil"]}
@@ -33,7 +33,7 @@ def texts_of(dataset: Any, split: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("suffix", ["flac", "wav"])
 def test_librispeech_is_read_with_its_transcripts(tmp_path, suffix):
-    dataset = load(made.audio(tmp_path / "corpus", TEXTS, suffix=suffix))
+    dataset = load(corpus_folders.audio(tmp_path / "corpus", TEXTS, suffix=suffix))
     assert {split: set(texts_of(dataset, split)) for split in TEXTS} == {
         split: set(texts) for split, texts in TEXTS.items()}
     assert (dataset.features, len(dataset.symbols), dataset.notes) == (40, 28, ())
@@ -43,8 +43,8 @@ def test_librispeech_is_read_with_its_transcripts(tmp_path, suffix):
 
 
 def test_files_may_be_in_the_folder_of_the_split_itself(tmp_path):
-    in_chapters = load(made.audio(tmp_path / "corpus", TEXTS, suffix="wav"))
-    for place in made.PLACES.values():
+    in_chapters = load(corpus_folders.audio(tmp_path / "corpus", TEXTS, suffix="wav"))
+    for place in corpus_folders.PLACES.values():
         for path in (tmp_path / "corpus" / place).iterdir():
             path.rename(tmp_path / "corpus" / place.split("/")[0] / path.name)
     flat = load(tmp_path / "corpus")
@@ -58,13 +58,14 @@ def test_the_features_of_a_tone_are_loudest_at_its_pitch():
         return 1127 * np.log(1 + hertz / 700)
 
     for hertz in (500, 1500, 4000):
-        loudest = folders.log_mel(made.tone(0.2, folders.RATE, hertz).astype(np.float32)).mean(axis=0).argmax()
+        tone = corpus_folders.tone(0.2, folders.RATE, hertz).astype(np.float32)
+        loudest = folders.log_mel(tone).mean(axis=0).argmax()
         place = (mel(hertz) - mel(20)) / (mel(8000) - mel(20)) * 41 - 1
         assert abs(loudest - place) < 1
 
 
 def test_audio_of_another_rate_is_resampled_with_a_note(tmp_path):
-    slow = load(made.audio(tmp_path / "slow", TEXTS, rate=8000))
+    slow = load(corpus_folders.audio(tmp_path / "slow", TEXTS, rate=8000))
     assert f"{tmp_path / 'slow'}: 5 files of 8,000 Hz in train resampled to 16,000 Hz" in slow.notes
     loudest = {folders._read_audio(make_tone(tmp_path / f"{rate}.wav", rate)).frames_TK[5:50].mean(axis=0).argmax()
                for rate in (8000, 16_000)}
@@ -72,12 +73,12 @@ def test_audio_of_another_rate_is_resampled_with_a_note(tmp_path):
 
 
 def make_tone(path: Path, rate: int) -> Path:
-    soundfile.write(path, made.tone(0.6, rate, 1000), rate)
+    soundfile.write(path, corpus_folders.tone(0.6, rate, 1000), rate)
     return path
 
 
 def test_features_are_computed_once(tmp_path, monkeypatch):
-    folder = made.audio(tmp_path / "corpus", TEXTS)
+    folder = corpus_folders.audio(tmp_path / "corpus", TEXTS)
     first = load(folder)
 
     def refuse(*_):
@@ -88,13 +89,13 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     assert again.checksum == first.checksum
     np.testing.assert_array_equal(texts_of(again, "train")["GO"], texts_of(first, "train")["GO"])
     path = next((tmp_path / "corpus").rglob("*-0003.flac"))
-    soundfile.write(path, made.tone(0.5, 16_000, 200), 16_000)
+    soundfile.write(path, corpus_folders.tone(0.5, 16_000, 200), 16_000)
     with pytest.raises(AssertionError, match="read again"):
         load(folder)
 
 
 def test_computing_features_shows_progress_and_ends_on_sigterm_without_a_rest(tmp_path, capsys):
-    folder, before = made.features(tmp_path / "corpus", PHONES), signal.getsignal(signal.SIGTERM)
+    folder, before = corpus_folders.features(tmp_path / "corpus", PHONES), signal.getsignal(signal.SIGTERM)
 
     def terminated(path: Path) -> Any:
         if path.name == "u1.npy":
@@ -111,14 +112,14 @@ def test_computing_features_shows_progress_and_ends_on_sigterm_without_a_rest(tm
 
 
 def test_a_changed_file_changes_the_checksum(tmp_path):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     first = load(folder, folders.FEATURES)
     np.save(folder / "train_si284" / "u0.npy", np.ones((11, 3), np.float32))
     assert load(folder, folders.FEATURES).checksum != first.checksum
 
 
 def test_features_and_phones_are_read_with_the_symbols_of_training(tmp_path):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     dataset = load(folder, folders.FEATURES)
     assert (dataset.symbols, dataset.features) == (("aa", "b", "sil"), 3)
     assert sorted(row[row > 0].tolist() for row in dataset.splits["train"].symbols_NL) == [[1, 1, 2], [3, 1]]
@@ -128,7 +129,7 @@ def test_features_and_phones_are_read_with_the_symbols_of_training(tmp_path):
 
 
 def test_subsets_are_random_but_the_same(tmp_path):
-    folder = made.audio(tmp_path / "corpus", TEXTS)
+    folder = corpus_folders.audio(tmp_path / "corpus", TEXTS)
     few = load(folder, train_utterances=2)
     assert set(texts_of(few, "train")) == set(texts_of(load(folder, train_utterances=2), "train"))
     assert len(few.splits["train"].lengths_N) == 2
@@ -146,7 +147,7 @@ def test_subsets_are_random_but_the_same(tmp_path):
     (lambda folder: rewrite(folder, "GO", "O" * 30), r"line 4 \(58 frames, and its transcript needs 59\)"),
 ])
 def test_what_cannot_be_used_is_named_and_counted_and_refused_if_frequent(tmp_path, break_it, message):
-    folder = made.audio(tmp_path / "corpus", TEXTS)
+    folder = corpus_folders.audio(tmp_path / "corpus", TEXTS)
     break_it(folder)
     with pytest.raises(DataError, match=message):
         load(folder)
@@ -164,7 +165,7 @@ def rewrite(folder: Path, old: str, new: str) -> None:
     (np.ones((5, 0), np.float32), r"an array \(5, 0\) of float32; expected floats, frames × features"),
 ])
 def test_arrays_of_other_shapes_and_values_are_broken(tmp_path, array, reason):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     np.save(folder / "train_si284" / "u1.npy", array)
     with pytest.raises(DataError, match=reason):
         load(folder, folders.FEATURES)
@@ -176,14 +177,14 @@ def test_arrays_of_other_shapes_and_values_are_broken(tmp_path, array, reason):
      "samples that are not finite"),
 ])
 def test_damaged_wav_files_are_broken(tmp_path, damage, reason):
-    folder = made.audio(tmp_path / "corpus", TEXTS, suffix="wav")
+    folder = corpus_folders.audio(tmp_path / "corpus", TEXTS, suffix="wav")
     damage(next(folder.rglob("19-198-0000.wav")))
     with pytest.raises(DataError, match=reason):
         load(folder)
 
 
 def test_damaged_features_in_the_cache_are_computed_again(tmp_path):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     before = np.array(load(folder, folders.FEATURES).splits["train"].frames[0])
     (kept,) = [path for path in tmp_path.rglob("frames.bin") if "-train-" in path.parent.name]
     kept.write_bytes(kept.read_bytes()[:-4])
@@ -213,7 +214,7 @@ def flac_of_length(samples: int) -> bytes:
     (0, "its header does not give its length; encode it into a file"),
 ])
 def test_audio_of_hours_is_named_and_not_decoded(tmp_path, monkeypatch, samples, reason):
-    folder = made.audio(tmp_path / "corpus", TEXTS)
+    folder = corpus_folders.audio(tmp_path / "corpus", TEXTS)
     next(folder.rglob("19-198-0000.flac")).write_bytes(flac_of_length(samples))
     read = soundfile.SoundFile.read
 
@@ -255,7 +256,7 @@ def test_the_features_of_long_audio_are_those_of_one_piece(monkeypatch):
     ("lengths", [3, "3"]), ("lengths", [6]), ("features", 0), ("features", "2"), ("digest", None), ("damaged", ["0"]),
     ("damaged", {"9": "missing"}), ("resampled", {"fast": 1})])
 def test_an_index_that_cannot_be_is_made_again(tmp_path, entry, value):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     before = np.array(load(folder, folders.FEATURES).splits["train"].frames[0])
     (index,) = [path for path in tmp_path.rglob("index.json") if "-train-" in path.parent.name]
     whole = index.read_bytes()
@@ -266,7 +267,7 @@ def test_an_index_that_cannot_be_is_made_again(tmp_path, entry, value):
 
 
 def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
-    folder = made.features(tmp_path / "corpus", PHONES | {"train": ["sil b"] * 1000}, frames=3)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES | {"train": ["sil b"] * 1000}, frames=3)
     (folder / "train_si284" / "u7.npy").write_bytes(b"damaged")
     dataset = load(folder, folders.FEATURES)
     assert len(dataset.splits["train"].lengths_N) == 999
@@ -277,7 +278,7 @@ def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
 
 
 def test_long_training_utterances_are_left_out_with_a_note(tmp_path):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     np.save(folder / "train_si284" / "u1.npy", np.ones((101, 3), np.float32))
     dataset = load(folder, folders.FEATURES)
     assert len(dataset.splits["train"].lengths_N) == 1
@@ -285,7 +286,7 @@ def test_long_training_utterances_are_left_out_with_a_note(tmp_path):
 
 
 def test_an_utterance_beyond_the_context_is_named_with_its_split(tmp_path):
-    folder = made.features(tmp_path / "corpus", PHONES)
+    folder = corpus_folders.features(tmp_path / "corpus", PHONES)
     for place, frames in (("train_si284", 300), ("dev93", 101), ("test92", 203)):
         np.save(folder / place / "u0.npy", np.ones((frames, 3), np.float32))
     with pytest.raises(ConfigError) as refused:

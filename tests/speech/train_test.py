@@ -12,8 +12,8 @@ from comparison.runs import load_run, scored
 from configs.schema import SpeechConfig, config_class
 from speech import train as speech_train
 from support.errors import ConfigError
-from tests import tiny
-from tests.speech import made
+from tests import small_run
+from tests.speech import corpus_folders
 from training.loading import load_model
 
 RECIPE = '''
@@ -35,7 +35,7 @@ def get_config(attention: str = "linear") -> SpeechConfig:
 
 @pytest.fixture(autouse=True, scope="module")
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
@@ -48,7 +48,7 @@ def recipe(tmp_path) -> Path:
 def refused(capsys, code: int, *arguments: object) -> str:
     """Standard error of a command that stops with ``code`` and one message."""
     capsys.readouterr()
-    assert made.run(*arguments) == code
+    assert corpus_folders.run(*arguments) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
@@ -58,15 +58,15 @@ def refused(capsys, code: int, *arguments: object) -> str:
 @pytest.mark.thorough
 def test_a_run_logs_error_rates_resumes_and_is_scored_on_test(recipe, tmp_path, monkeypatch, capsys):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert made.run(recipe, "--run-dir", straight) == 0
-    with tiny.before_line(1, lambda: signal.raise_signal(signal.SIGINT)):
-        assert made.run(recipe, "--run-dir", stopped) == 128 + signal.SIGINT
+    assert corpus_folders.run(recipe, "--run-dir", straight) == 0
+    with small_run.before_line(1, lambda: signal.raise_signal(signal.SIGINT)):
+        assert corpus_folders.run(recipe, "--run-dir", stopped) == 128 + signal.SIGINT
     assert not (stopped / "test.json").exists()
-    assert made.run(recipe, "--run-dir", stopped) == 0
-    expected, found = tiny.arrays(straight, 4), tiny.arrays(stopped, 4)
+    assert corpus_folders.run(recipe, "--run-dir", stopped) == 0
+    expected, found = small_run.arrays(straight, 4), small_run.arrays(stopped, 4)
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-    val = tiny.lines(straight, "val")
+    val = small_run.lines(straight, "val")
     assert [list(line)[5:] for line in val] == [["loss", "error_rate", "flops"]] * 2
     test = json.loads((straight / "test.json").read_text())
     assert (test["corpus"], test["attention"], test["examples"], test["train_examples"]) == (
@@ -107,7 +107,7 @@ def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, code
 @pytest.mark.parametrize("corpus", ["synthetic", "audio", "features"])
 def test_a_run_is_planned_without_computing_features(recipe, tmp_path, monkeypatch, corpus):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make = {"synthetic": None, "audio": made.audio, "features": made.features}[corpus]
+    make = {"synthetic": None, "audio": corpus_folders.audio, "features": corpus_folders.features}[corpus]
     flags = [] if make is None else ["--data-dir", str(make(tmp_path / "corpus", {
         "train": ["A B"] * 12, "val": ["A"] * 5, "test": ["B"] * 5}))]
     config = speech_train.parse([str(recipe), "--data.corpus", corpus, "--model.context", "60", *flags]).config
@@ -120,7 +120,7 @@ def test_a_run_is_planned_without_computing_features(recipe, tmp_path, monkeypat
 @pytest.mark.thorough
 def test_damaged_features_end_every_start_and_are_computed_again(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = made.features(tmp_path / "corpus", {"train": ["b"] * 12, "val": ["b"] * 5, "test": ["b"] * 5})
+    folder = corpus_folders.features(tmp_path / "corpus", {"train": ["b"] * 12, "val": ["b"] * 5, "test": ["b"] * 5})
     command = (recipe, "--run-dir", tmp_path / "run", "--data.corpus", "features", "--data-dir", folder)
     line = speech_train.parse([*map(str, (recipe, *command[3:]))])
 
@@ -130,31 +130,31 @@ def test_damaged_features_end_every_start_and_are_computed_again(recipe, tmp_pat
 
     damage()
     assert "frames.bin does not match its checksum" in refused(capsys, 1, *command)
-    assert tiny.saved_steps(tmp_path / "run") == []
-    assert made.run(*command, "--train.steps", 2) == 0
+    assert small_run.saved_steps(tmp_path / "run") == []
+    assert corpus_folders.run(*command, "--train.steps", 2) == 0
     (tmp_path / "run" / "test.json").unlink()  # as of a run that was killed before it was scored
     damage()
     assert "frames.bin does not match its checksum" in refused(capsys, 1, *command, "--train.steps", 2)
     assert not (tmp_path / "run" / "test.json").exists()
     damage()
     assert "frames.bin does not match its checksum" in refused(capsys, 1, *command, "--train.steps", 3)
-    assert tiny.saved_steps(tmp_path / "run") == [2]
+    assert small_run.saved_steps(tmp_path / "run") == [2]
     speech_train.load_data(line.config).verify()
 
 
 @pytest.mark.thorough
 def test_a_folder_of_audio_is_trained_on(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = made.audio(tmp_path / "corpus", {"train": ["GO"] * 4, "val": ["A"], "test": ["B"]}, seconds=0.2)
-    assert made.run(recipe, "--run-dir", tmp_path / "run", "--data.corpus", "audio", "--data-dir", folder,
-                    "--data.train-utterances", 3, "--data.val-utterances", 1, "--train.steps", 2) == 0
+    folder = corpus_folders.audio(tmp_path / "corpus", {"train": ["GO"] * 4, "val": ["A"], "test": ["B"]}, seconds=0.2)
+    assert corpus_folders.run(recipe, "--run-dir", tmp_path / "run", "--data.corpus", "audio", "--data-dir", folder,
+                              "--data.train-utterances", 3, "--data.val-utterances", 1, "--train.steps", 2) == 0
     test = json.loads((tmp_path / "run" / "test.json").read_text())
     assert (test["corpus"], test["train_examples"], test["symbols"]) == ("audio", 3, 28)
 
 
 def test_each_command_names_the_other_where_a_recipe_is_of_that(capsys):
     assert "listops.py: not a recipe of speech.train, but of lra.train" in refused(
-        capsys, 2, f"{tiny.ROOT}/configs/lra/listops.py")
+        capsys, 2, f"{small_run.ROOT}/configs/lra/listops.py")
     message = refused(capsys, 2, "configs/nothing.py")
     assert "configs/speech/synthetic.py" in message
     assert "listops" not in message

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests import tiny
+from tests import small_run
 from tests.edited import contents
 from training import accounting
 from training.accounting import PARTS, Peak, Timing
@@ -52,16 +52,16 @@ def test_peaks_are_of_the_devices_used_and_of_the_number_format(monkeypatch):
 
 def test_a_run_logs_operations_utilisation_and_times_also_when_it_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.loop.peak_flops", lambda dtype, devices: 1e12)
-    with tiny.settings():
-        command = tiny.make(tmp_path), "--run-dir", tmp_path / "run"
-        assert tiny.run(*command, "--train.steps", 2) == 0
-        assert tiny.run(*command, "--train.steps", 4) == 0
-    lines = tiny.lines(tmp_path / "run")
+    with small_run.settings():
+        command = small_run.make(tmp_path), "--run-dir", tmp_path / "run"
+        assert small_run.run(*command, "--train.steps", 2) == 0
+        assert small_run.run(*command, "--train.steps", 4) == 0
+    lines = small_run.lines(tmp_path / "run")
     config, environment = (json.loads((tmp_path / "run" / name).read_text())
                            for name in ("config.json", "environment.json"))
     per_token = accounting.flops_per_token(config, environment)
     assert [line["flops"] for line in lines] == [line["tokens"] * per_token for line in lines]
-    for line in tiny.lines(tmp_path / "run", "train"):
+    for line in small_run.lines(tmp_path / "run", "train"):
         assert line["mfu"] == pytest.approx(line["tokens_per_second"] * per_token / 1e12)
     assert environment["peak_flops"] == 1e12
     times = json.loads((tmp_path / "run" / "timing.json").read_text())

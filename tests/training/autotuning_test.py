@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests import tiny
+from tests import small_run
 from training import autotuning, environment
 
 NAMES = ["gemm_fusion.txt", "other_fusion.txt"]
@@ -15,7 +15,7 @@ NAMES = ["gemm_fusion.txt", "other_fusion.txt"]
 
 @pytest.fixture(autouse=True)
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
@@ -89,11 +89,11 @@ def test_nothing_is_kept_of_other_devices(cache, platform, tmp_path, monkeypatch
 
 
 def test_a_run_keeps_what_was_tuned_and_gives_it_back_when_it_goes_on(cache, tmp_path, monkeypatch):
-    recipe = tiny.make(tmp_path)
+    recipe = small_run.make(tmp_path)
     monkeypatch.setattr(autotuning, "cache_folder", lambda: cache)
     monkeypatch.setattr("training.autotuning.device.platform", jax.default_backend)  # it trains on this machine
     fill(cache, "tuned")
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run") == 0
     shutil.rmtree(cache)
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3) == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3) == 0
     assert read(cache) == dict.fromkeys(NAMES, "tuned")

@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import EncoderConfig, LraConfig, OptimizerConfig, TaskConfig, TrainConfig
 from models.encoder import resolve_config
-from tests.lra import fake
+from tests.lra import majority_task
 from training.objectives.classification import Classification, take
 from training.objectives.examples import order
 from training.optimizer import decay_mask, make_optimizer
@@ -48,14 +48,14 @@ def sharding(config: LraConfig) -> Any:
 @functools.cache
 def initial(towers: int = 1) -> Any:
     """What dropout and the like do not change."""
-    objective = Classification(config(towers=towers), fake.dataset(towers))
+    objective = Classification(config(towers=towers), majority_task.dataset(towers))
     return jax.jit(lambda: objective.initial(optimizer(objective)))()
 
 
 @functools.cache
 def after_one_update(**given: Any) -> tuple[float, float]:
     """Loss and gradient norm of the first."""
-    objective = Classification(config(**given), fake.dataset())
+    objective = Classification(config(**given), majority_task.dataset())
     state = initial()
     with objective.batches(start=0, sharding=sharding(config())) as batches:
         metrics = jax.jit(objective.update(optimizer(objective)))(state, next(batches), jnp.float32(0.01))[1]
@@ -80,7 +80,7 @@ def test_a_batch_depends_on_seed_and_number_alone():
 
 
 def test_a_batch_is_padded_to_the_context_with_its_masks():
-    split, rows_B = fake.split(0, 20, towers=2), np.array([3, 3, 17])
+    split, rows_B = majority_task.split(0, 20, towers=2), np.array([3, 3, 17])
     batch = take(split, rows_B, CONTEXT)
     for tower in range(2):
         valid_BT = np.asarray(batch.valid[tower])
@@ -97,11 +97,11 @@ def test_a_batch_is_padded_to_the_context_with_its_masks():
 @pytest.mark.parametrize("towers", [1, 2])
 def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
     """21 examples in batches of 8: the last is not full."""
-    dataset = fake.dataset(towers)
+    dataset = majority_task.dataset(towers)
     objective, given = Classification(config(dropout=0.9, towers=towers), dataset), config(towers=towers)
     state = initial(towers)
     val = dataset.splits["val"]
-    valid = tuple(jnp.arange(fake.LENGTH)[None] < lengths_N[:, None] for lengths_N in val.lengths)
+    valid = tuple(jnp.arange(majority_task.LENGTH)[None] < lengths_N[:, None] for lengths_N in val.lengths)
     logits = jax.jit(lambda state, tokens, valid: build(objective.model, state.parameters, state.variables).forward(
         *tokens, valid_BT=valid))(state, tuple(jnp.asarray(x, jnp.int32) for x in val.tokens), valid)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, val.labels).mean()
@@ -114,7 +114,7 @@ def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
 
 
 def test_a_large_val_split_is_evaluated_in_evenly_spaced_examples(monkeypatch):
-    dataset, seen = fake.dataset(val=100), []
+    dataset, seen = majority_task.dataset(val=100), []
     monkeypatch.setattr("training.objectives.examples.WHOLE_SPLIT", 50)
     objective = Classification(config(eval_batches=4), dataset)
     monkeypatch.setattr(objective, "_figures",
@@ -143,7 +143,7 @@ def test_training_drops_and_recomputes_what_it_dropped():
 
 @pytest.mark.parametrize("shorter", [0, 1])
 def test_masks_are_given_only_where_something_is_padding(shorter):
-    dataset = fake.dataset()
+    dataset = majority_task.dataset()
     splits = {name: split._replace(lengths=(np.full_like(split.lengths[0], CONTEXT),))
               for name, split in dataset.splits.items()}
     splits["test"].lengths[0][-1] -= shorter

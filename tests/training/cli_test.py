@@ -7,13 +7,13 @@ import pytest
 
 import train
 from configs.schema import Config, OptimizerConfig, TrainConfig
-from tests import tiny
+from tests import small_run
 from training import loop, run
 from training.accounting import Timing
 from training.config_validation import validate_config
 from training.position import Position
 
-RECIPE = f"{tiny.ROOT}/configs/quickstart.py"
+RECIPE = f"{small_run.ROOT}/configs/quickstart.py"
 
 pytestmark = pytest.mark.fast
 

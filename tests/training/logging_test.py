@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Config, LoggingConfig, ModelConfig
-from tests import tiny
+from tests import small_run
 from training.logging import Logs
 from training.metrics import MetricsWriter
 
@@ -45,7 +45,7 @@ def resumed(tmp_path_factory) -> Path:
 
 def expected(run_dir: Path) -> dict[tuple[int, str], float]:
     """Every value of metrics.jsonl by step and split/name."""
-    return {(line["step"], f"{line['split']}/{name}"): value for line in tiny.lines(run_dir)
+    return {(line["step"], f"{line['split']}/{name}"): value for line in small_run.lines(run_dir)
             for name, value in line.items() if name not in ("step", "split")}
 
 
@@ -152,9 +152,9 @@ def test_a_log_that_cannot_begin_is_told_once_and_left(tmp_path):
 def test_a_missing_package_stops_before_any_work_and_is_named(tmp_path, monkeypatch, capsys, flag, package):
     # Used if there is only a folder of that name, such as W&B's own.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
-    with tiny.settings():
-        assert tiny.run(tiny.ROOT / "configs" / "quickstart.py", "--run-dir", tmp_path / "run", "--data.dir",
-                        tmp_path / "nowhere", f"--logging.{flag}") == 2
+    with small_run.settings():
+        assert small_run.run(small_run.ROOT / "configs" / "quickstart.py", "--run-dir", tmp_path / "run", "--data.dir",
+                             tmp_path / "nowhere", f"--logging.{flag}") == 2
     message = capsys.readouterr().err
     assert f"logging.{flag} is True, but the package {package} " in message
     assert f"(--logging.{flag})" in message

@@ -28,7 +28,7 @@ from sampling.sampler import Sampler, Sampling
 from sampling.samples import SAMPLE_TOKENS, check, sample_text
 from sampling.text_stream import TextStream
 from support.errors import CheckpointError, ConfigError
-from tests import tiny
+from tests import small_run
 from training import checkpoint, loop, position
 from training.checkpoint import Checkpoints
 from training.loading import load_model
@@ -41,20 +41,20 @@ STEPS = 40
 
 @pytest.fixture(autouse=True, scope="module")
 def settings():
-    with tiny.settings():
+    with small_run.settings():
         yield
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("tiny"))
+    return small_run.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def straight(recipe, tmp_path_factory) -> Path:
     """The uninterrupted run, read-only."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16) == 0
+    assert small_run.run(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16) == 0
     return folder
 
 
@@ -70,17 +70,17 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 
 def assert_same_run(folder: Path, straight: Path) -> None:
     """Parameters and optimizer state are equal bit for bit, and every step is logged once with the same metrics."""
-    expected, found = tiny.arrays(straight, STEPS), tiny.arrays(folder, STEPS)
+    expected, found = small_run.arrays(straight, STEPS), small_run.arrays(folder, STEPS)
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
     figures = ("step", "tokens", "loss", "learning_rate", "gradient_norm")
-    assert ([[line[name] for name in figures] for line in tiny.lines(folder, "train")]
-            == [[line[name] for name in figures] for line in tiny.lines(straight, "train")])
+    assert ([[line[name] for name in figures] for line in small_run.lines(folder, "train")]
+            == [[line[name] for name in figures] for line in small_run.lines(straight, "train")])
 
 
 def assert_clocks_go_on(folder: Path) -> None:
-    clocks = np.array([[line["train_seconds"], line["wall_seconds"]] for line in tiny.lines(folder)])
+    clocks = np.array([[line["train_seconds"], line["wall_seconds"]] for line in small_run.lines(folder)])
     assert (np.diff(clocks, axis=0) >= 0).all()
     assert (clocks[:, 0] < clocks[:, 1]).all()
 
@@ -91,22 +91,22 @@ def test_a_run_killed_three_times_equals_the_run_that_was_not(recipe, straight, 
     command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--checkpoint.every-steps", 1)
 
     def at_step(step: int) -> bool:
-        return len(tiny.lines(folder, "train")) >= step
+        return len(small_run.lines(folder, "train")) >= step
 
     def saving() -> bool:
         # The checkpoint after step 12 is partly written, and not renamed yet.
         return at_step(12) and any((folder / "checkpoints" / "unfinished").glob("*/*"))
 
     for moment in (lambda: at_step(5), saving, lambda: at_step(22)):
-        process = tiny.start(*command)
+        process = small_run.start(*command)
         wait_for(moment, process)
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    assert max(tiny.saved_steps(folder)) < STEPS
-    assert tiny.run(*command) == 0
+    assert max(small_run.saved_steps(folder)) < STEPS
+    assert small_run.run(*command) == 0
     assert_same_run(folder, straight)
-    assert [line["step"] for line in tiny.lines(folder, "val")] == [10, 20, 30, 40]
+    assert [line["step"] for line in small_run.lines(folder, "val")] == [10, 20, 30, 40]
     assert_clocks_go_on(folder)
 
 
@@ -115,23 +115,23 @@ def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path,
     folder = tmp_path / "run"
     # Long evaluations, so that the run is not finished before the signal arrives.
     command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1, "--train.eval-batches", 50)
-    process = tiny.start(*command)
-    wait_for(lambda: len(tiny.lines(folder, "train")) >= 3, process)
+    process = small_run.start(*command)
+    wait_for(lambda: len(small_run.lines(folder, "train")) >= 3, process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
-    last = tiny.lines(folder, "train")[-1]["step"]
+    last = small_run.lines(folder, "train")[-1]["step"]
     assert 3 <= last < STEPS
-    assert tiny.saved_steps(folder)[-1] == last
+    assert small_run.saved_steps(folder)[-1] == last
     assert f"{folder}: stopped and saved at step {last}; repeat the command to resume" in errors
-    wall_seconds = tiny.lines(folder)[-1]["wall_seconds"]
+    wall_seconds = small_run.lines(folder)[-1]["wall_seconds"]
 
-    assert tiny.run(*command) == 0
+    assert small_run.run(*command) == 0
     assert_same_run(folder, straight)
     assert_clocks_go_on(folder)
     # The time until the first line of the second part counts too.
-    assert tiny.lines(folder, "train")[last]["wall_seconds"] > wall_seconds
+    assert small_run.lines(folder, "train")[last]["wall_seconds"] > wall_seconds
 
 
 def test_a_signal_is_heard_though_nobody_can_be_told(monkeypatch):
@@ -169,46 +169,46 @@ def test_a_run_under_nohup_outlives_its_terminal():
 @pytest.mark.thorough
 def test_ctrl_c_saves_a_run_whose_output_nobody_reads(recipe, tmp_path):
     folder = tmp_path / "run"
-    process = tiny.start(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1,
-                         "--train.eval-batches", 50)
-    wait_for(lambda: len(tiny.lines(folder, "train")) >= 3, process)
+    process = small_run.start(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1,
+                              "--train.eval-batches", 50)
+    wait_for(lambda: len(small_run.lines(folder, "train")) >= 3, process)
     for stream in (process.stdout, process.stderr):  # as where tee ends first
         assert stream is not None
         stream.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
-    assert tiny.saved_steps(folder)[-1] == tiny.lines(folder, "train")[-1]["step"]
+    assert small_run.saved_steps(folder)[-1] == small_run.lines(folder, "train")[-1]["step"]
 
 
 def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe, tmp_path):
     folder = tmp_path / "run"
-    with tiny.before_line(1, lambda: signal.raise_signal(signal.SIGTERM)):  # while step 2, the last, is running
-        assert tiny.run(recipe, "--run-dir", folder) == 128 + signal.SIGTERM
-    assert tiny.lines(folder, "val") == []
-    assert tiny.saved_steps(folder) == [2]
-    assert tiny.run(recipe, "--run-dir", folder) == 0
-    assert [line["step"] for line in tiny.lines(folder, "val")] == [2]
+    with small_run.before_line(1, lambda: signal.raise_signal(signal.SIGTERM)):  # while step 2, the last, is running
+        assert small_run.run(recipe, "--run-dir", folder) == 128 + signal.SIGTERM
+    assert small_run.lines(folder, "val") == []
+    assert small_run.saved_steps(folder) == [2]
+    assert small_run.run(recipe, "--run-dir", folder) == 0
+    assert [line["step"] for line in small_run.lines(folder, "val")] == [2]
     with Checkpoints(folder / "checkpoints") as checkpoints:
         assert checkpoints.best() == 2  # the checkpoint has the loss now
-    assert tiny.run(recipe, "--run-dir", folder) == 0  # now it is finished
-    assert len(tiny.lines(folder)) == 3
+    assert small_run.run(recipe, "--run-dir", folder) == 0  # now it is finished
+    assert len(small_run.lines(folder)) == 3
 
 
 def test_a_step_in_which_the_process_was_stopped_is_not_training_time(recipe, tmp_path, capsys):
     folder = tmp_path / "run"
-    with tiny.before_line(1, lambda: signal.raise_signal(signal.SIGCONT)):
-        assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 3) == 0
-    times = [line["train_seconds"] for line in tiny.lines(folder, "train")]
+    with small_run.before_line(1, lambda: signal.raise_signal(signal.SIGCONT)):
+        assert small_run.run(recipe, "--run-dir", folder, "--train.steps", 3) == 0
+    times = [line["train_seconds"] for line in small_run.lines(folder, "train")]
     assert times[0] == times[1] < times[2]
     assert re.search(r"note: step 2: the process was stopped and continued; its \d+\.\d s count as wall time, not as "
                      "training time", capsys.readouterr().err)
 
 
 def test_a_start_reads_each_file_of_a_checkpoint_once_to_verify_it(recipe, tmp_path, monkeypatch):
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run") == 0
     read, checksum = [], checkpoint._sha256
     monkeypatch.setattr(checkpoint, "_sha256", lambda path: (read.append(path), checksum(path))[1])
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3) == 0
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3) == 0
     before = [path for path in read if "2" in path.relative_to(tmp_path / "run" / "checkpoints").parts]
     assert before
     assert len(before) == len(set(before))
@@ -230,13 +230,13 @@ def test_a_failed_save_is_tried_once_more_at_the_next_step(recipe, tmp_path, cap
     monkeypatch.setattr(Checkpoints, "failure", lambda self: (
         self._pending is not None and self._pending.exception(), failure(self))[1])
     monkeypatch.setattr(Checkpoints, "_finish", sometimes)
-    code = tiny.run(recipe, "--run-dir", folder, "--train.steps", 6, "--checkpoint.every-steps", 3)
+    code = small_run.run(recipe, "--run-dir", folder, "--train.steps", 6, "--checkpoint.every-steps", 3)
     told = capsys.readouterr().err
     assert "the checkpoint of step 3 could not be written. Trying once more." in " ".join(told.split())
     if failures == 1:
-        assert (code, tiny.saved_steps(folder)) == (0, [4, 6])
+        assert (code, small_run.saved_steps(folder)) == (0, [4, 6])
     else:
-        assert (code, failed, tiny.saved_steps(folder)) == (1, [3, 4], [])
+        assert (code, failed, small_run.saved_steps(folder)) == (1, [3, 4], [])
         assert "the checkpoint of step 4 could not be written" in told
 
 
@@ -266,8 +266,8 @@ def test_a_failed_save_is_tried_once_more_whatever_comes_next(recipe, tmp_path, 
     if then == "a signal":
         moving(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
     steps = 4 if then == "a signal" else 2
-    code = tiny.run(recipe, "--run-dir", folder, "--train.steps", steps, "--checkpoint.every-steps", 2)
-    assert (code, failed, tiny.saved_steps(folder)) == (143 if then == "a signal" else 0, [2], [2])
+    code = small_run.run(recipe, "--run-dir", folder, "--train.steps", steps, "--checkpoint.every-steps", 2)
+    assert (code, failed, small_run.saved_steps(folder)) == (143 if then == "a signal" else 0, [2], [2])
 
 
 def test_a_signal_ends_the_wait_for_the_verification_of_a_finished_run(recipe, tmp_path, monkeypatch):
@@ -277,23 +277,23 @@ def test_a_signal_ends_the_wait_for_the_verification_of_a_finished_run(recipe, t
         return False
 
     monkeypatch.setattr(Verification, "wait", wait)
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
-    assert tiny.saved_steps(tmp_path / "run") == [2]
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run") == 0
+    assert small_run.saved_steps(tmp_path / "run") == [2]
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), 1), (("--data.no-verify",), 0)])
 def test_a_damaged_corpus_ends_the_first_start_before_anything_is_saved(tmp_path, capsys, flags, code):
-    (shard,) = tiny.make(tmp_path).parent.glob("tokens/train-*.bin")
+    (shard,) = small_run.make(tmp_path).parent.glob("tokens/train-*.bin")
     tokens = np.fromfile(shard, np.uint16)
     tokens[10:20] = tokens[20:30]
     tokens.tofile(shard)
     folder = tmp_path / "run"
-    assert tiny.run(tmp_path / "tiny.py", "--run-dir", folder, *flags) == code
+    assert small_run.run(tmp_path / "tiny.py", "--run-dir", folder, *flags) == code
     if code:
         assert f"{shard} does not match its checksum" in "".join(capsys.readouterr().err.split("\n")).replace("  ", " ")
-        assert tiny.saved_steps(folder) == []
+        assert small_run.saved_steps(folder) == []
     else:
-        assert tiny.saved_steps(folder) == [2]
+        assert small_run.saved_steps(folder) == [2]
 
 
 def test_a_resumed_run_verifies_what_the_first_start_did_not(tmp_path, capsys, monkeypatch):
@@ -301,19 +301,19 @@ def test_a_resumed_run_verifies_what_the_first_start_did_not(tmp_path, capsys, m
         signal.raise_signal(signal.SIGTERM)  # before all files were read
         return False
 
-    (shard,) = tiny.make(tmp_path).parent.glob("tokens/train-*.bin")
+    (shard,) = small_run.make(tmp_path).parent.glob("tokens/train-*.bin")
     command = (tmp_path / "tiny.py", "--run-dir", tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(Verification, "_verify", lambda self, verify: None)
         patch.setattr(Verification, "wait", wait)
-        assert tiny.run(*command) == 0
+        assert small_run.run(*command) == 0
     tokens = np.fromfile(shard, np.uint16)
     tokens[10:20] = tokens[20:30]
     tokens.tofile(shard)
     capsys.readouterr()
-    assert tiny.run(*command, "--train.steps", 4) == 1
+    assert small_run.run(*command, "--train.steps", 4) == 1
     assert f"{shard} does not match its checksum" in "".join(capsys.readouterr().err.split("\n")).replace("  ", " ")
-    assert tiny.saved_steps(tmp_path / "run") == [2]
+    assert small_run.saved_steps(tmp_path / "run") == [2]
 
 
 def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, monkeypatch):
@@ -322,26 +322,26 @@ def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Checkpoints, "save", killed)
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--checkpoint.every-steps", 2) == 130
-    assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--checkpoint.every-steps", 2) == 130
+    assert [line["step"] for line in small_run.lines(tmp_path / "run", "val")] == [2]
 
 
 def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path, capsys, monkeypatch):
     folder, clock = tmp_path / "run", itertools.count(1000 * round(time.perf_counter() + 60))  # after the start
     monkeypatch.setattr(position, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000))
     command = (recipe, "--run-dir", folder, "--train.steps", "None", "--train.minutes", 0.003)
-    assert tiny.run(*command) == 0
-    found = tiny.lines(folder, "train")
+    assert small_run.run(*command) == 0
+    found = small_run.lines(folder, "train")
     assert found[-1]["train_seconds"] >= 0.18
     # The known time is that of the step before the last one dispatched.
     assert all(line["train_seconds"] < 0.18 for line in found[:-2])
     rates = [line["learning_rate"] for line in found]
     assert max(rates) > 2 * rates[-1]  # the cosine follows the fraction of time
-    assert tiny.lines(folder)[-1]["split"] == "val"
-    assert tiny.saved_steps(folder)[-1] == found[-1]["step"]
-    assert tiny.run(*command) == 0
+    assert small_run.lines(folder)[-1]["split"] == "val"
+    assert small_run.saved_steps(folder)[-1] == found[-1]["step"]
+    assert small_run.run(*command) == 0
     assert "is finished" in capsys.readouterr().err
-    assert tiny.lines(folder, "train") == found
+    assert small_run.lines(folder, "train") == found
 
 
 def moving(monkeypatch, step: int, move: Callable[[], object]) -> None:
@@ -362,16 +362,16 @@ def test_a_run_whose_folder_is_renamed_is_saved_there(recipe, tmp_path, capsys, 
     folder, there = tmp_path / "run", tmp_path / "renamed"
     moving(monkeypatch, 2, lambda: folder.rename(there))
     command = (recipe, "--train.steps", 6, "--checkpoint.every-steps", every)
-    assert tiny.run(*command, "--run-dir", folder) == 1
+    assert small_run.run(*command, "--run-dir", folder) == 1
     last = 2 if every == 2 else 3
     assert (f"{folder} was renamed to {there} while it trained. Step {last} is saved in {there}; repeat the command "
             f"with run_dir {there} to resume") in capsys.readouterr().err
     assert not folder.exists()
-    assert tiny.saved_steps(there) == [last]
-    assert [line["step"] for line in tiny.lines(there, "train")] == [*range(1, last + 1)]
+    assert small_run.saved_steps(there) == [last]
+    assert [line["step"] for line in small_run.lines(there, "train")] == [*range(1, last + 1)]
     monkeypatch.undo()
-    assert tiny.run(*command, "--run-dir", there) == 0
-    assert [line["step"] for line in tiny.lines(there, "train")] == [1, 2, 3, 4, 5, 6]
+    assert small_run.run(*command, "--run-dir", there) == 0
+    assert [line["step"] for line in small_run.lines(there, "train")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_whose_folder_is_deleted_is_saved_beside_it(recipe, tmp_path, capsys, monkeypatch):
@@ -384,15 +384,15 @@ def test_a_run_whose_folder_is_deleted_is_saved_beside_it(recipe, tmp_path, caps
 
     moving(monkeypatch, 2, replace)
     command = (recipe, "--train.steps", 6)
-    assert tiny.run(*command, "--run-dir", folder) == 1
+    assert small_run.run(*command, "--run-dir", folder) == 1
     assert (f"{folder} was deleted, or moved to another file system, while it trained. Step 3 is saved in {there}; "
             f"repeat the command with run_dir {there} to resume") in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     assert (folder / "metrics.jsonl").read_text() == "of another run"
     monkeypatch.undo()
-    assert tiny.run(*command, "--run-dir", there) == 0
-    assert [line["step"] for line in tiny.lines(there, "train")] == [1, 2, 3, 4, 5, 6]
-    assert tiny.saved_steps(there) == [3, 6]
+    assert small_run.run(*command, "--run-dir", there) == 0
+    assert [line["step"] for line in small_run.lines(there, "train")] == [1, 2, 3, 4, 5, 6]
+    assert small_run.saved_steps(there) == [3, 6]
 
 
 @pytest.mark.thorough
@@ -404,7 +404,7 @@ def test_a_run_that_cannot_be_saved_elsewhere_says_what_happened(recipe, tmp_pat
         folder.parent.touch()  # a file, in which no folder can be made
 
     moving(monkeypatch, 1, replace)
-    assert tiny.run(recipe, "--run-dir", folder) == 1
+    assert small_run.run(recipe, "--run-dir", folder) == 1
     assert (f"train.py: {folder} was deleted or renamed while it trained, and step 2 cannot be saved elsewhere: "
             in capsys.readouterr().err)
 
@@ -421,12 +421,12 @@ def test_a_run_whose_metrics_are_taken_away_keeps_its_lines(recipe, tmp_path, ca
             metrics.write_text("edited")
 
     moving(monkeypatch, 1, take_away)
-    assert tiny.run(recipe, "--run-dir", folder) == 1
+    assert small_run.run(recipe, "--run-dir", folder) == 1
     kept = folder / ("metrics.jsonl.1" if replaced else "metrics.jsonl")
     assert [json.loads(line)["step"] for line in kept.read_text().splitlines()] == [1, 2]
     happened = f"{metrics} was {'replaced' if replaced else 'deleted'} while it trained"
     assert f"{happened}. Step 2 is saved in {folder}; " in capsys.readouterr().err
-    assert tiny.saved_steps(folder) == [2]
+    assert small_run.saved_steps(folder) == [2]
     assert not replaced or metrics.read_text() == "edited"
 
 
@@ -442,9 +442,10 @@ def test_a_run_whose_folder_goes_during_a_save_is_saved_beside_it(recipe, tmp_pa
         finish(self, step, response, loss)
 
     monkeypatch.setattr(Checkpoints, "_finish", deleted)
-    assert tiny.run(recipe, "--run-dir", folder) == 1
-    assert tiny.saved_steps(tmp_path / "run.deleted-while-training") == [2]
-    assert [line["split"] for line in tiny.lines(tmp_path / "run.deleted-while-training")] == ["train", "train", "val"]
+    assert small_run.run(recipe, "--run-dir", folder) == 1
+    assert small_run.saved_steps(tmp_path / "run.deleted-while-training") == [2]
+    lines = small_run.lines(tmp_path / "run.deleted-while-training")
+    assert [line["split"] for line in lines] == ["train", "train", "val"]
     assert not folder.exists()
 
 
@@ -456,7 +457,7 @@ def test_a_run_whose_config_is_deleted_writes_it_again(recipe, tmp_path, capsys,
         (folder / "config.json").unlink()
 
     moving(monkeypatch, 1, take_away)
-    assert tiny.run(recipe, "--run-dir", folder) == 0
+    assert small_run.run(recipe, "--run-dir", folder) == 0
     assert f"note: {folder}: config.json was deleted; a copy is in its place" in capsys.readouterr().err
     assert (folder / "config.json").read_bytes() == before[0]
 
@@ -469,7 +470,7 @@ def test_a_run_whose_checkpoints_are_gone_is_left_as_it_is(recipe, straight, tmp
     shutil.move(other, tmp_path / "elsewhere")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     capsys.readouterr()
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS) == 1
+    assert small_run.run(recipe, "--run-dir", folder, "--train.steps", STEPS) == 1
     named = f"{folder / 'metrics.jsonl'} (up to step {STEPS})" if kept == "metrics.jsonl" else str(folder / "samples")
     assert f"{folder} has no checkpoints, but it has {named} from before. If the checkpoints were moved" in (
         capsys.readouterr().err)
@@ -484,13 +485,13 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(recipe, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", killed)
-        assert tiny.run(recipe, "--run-dir", folder) == 130
-    assert tiny.run(recipe, "--run-dir", folder) == 0
+        assert small_run.run(recipe, "--run-dir", folder) == 130
+    assert small_run.run(recipe, "--run-dir", folder) == 0
     assert f"note: {folder} ended at step 2, before its first checkpoint; it starts from the" in capsys.readouterr().err
-    assert [line["step"] for line in tiny.lines(folder, "train")] == [1, 2]
+    assert [line["step"] for line in small_run.lines(folder, "train")] == [1, 2]
     shutil.rmtree(folder / "checkpoints")  # now it has had one
-    assert tiny.run(recipe, "--run-dir", folder) == 1
-    assert [line["step"] for line in tiny.lines(folder, "train")] == [1, 2]
+    assert small_run.run(recipe, "--run-dir", folder) == 1
+    assert [line["step"] for line in small_run.lines(folder, "train")] == [1, 2]
 
 
 def test_lines_are_on_disk_before_the_checkpoint_has_its_name(recipe, tmp_path, monkeypatch):
@@ -503,7 +504,7 @@ def test_lines_are_on_disk_before_the_checkpoint_has_its_name(recipe, tmp_path, 
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", lambda self, to: (happened.append(Path(to)), rename(self, to))[1])
-    assert tiny.run(recipe, "--run-dir", folder) == 0
+    assert small_run.run(recipe, "--run-dir", folder) == 0
     lines = happened.index(folder / "metrics.jsonl")
     assert happened[lines + 1] == folder
     assert lines < happened.index(folder / "checkpoints" / "2")
@@ -512,25 +513,25 @@ def test_lines_are_on_disk_before_the_checkpoint_has_its_name(recipe, tmp_path, 
 
 @pytest.mark.thorough
 def test_both_bounds_stop_at_the_first(recipe, tmp_path):
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3, "--train.minutes", 60) == 0
-    assert len(tiny.lines(tmp_path / "run", "train")) == 3
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3, "--train.minutes", 60) == 0
+    assert len(small_run.lines(tmp_path / "run", "train")) == 3
 
 
 @pytest.mark.thorough
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_path, capsys):
     folder = tmp_path / "run"
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 4, "--checkpoint.every-steps", 2) == 0
-    saved = tiny.arrays(folder, 4)
+    assert small_run.run(recipe, "--run-dir", folder, "--train.steps", 4, "--checkpoint.every-steps", 2) == 0
+    saved = small_run.arrays(folder, 4)
     capsys.readouterr()
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 30, "--checkpoint.every-steps", 7,
-                    "--optimizer.learning-rate", 1e30) == 1
+    assert small_run.run(recipe, "--run-dir", folder, "--train.steps", 30, "--checkpoint.every-steps", 7,
+                         "--optimizer.learning-rate", 1e30) == 1
     err = capsys.readouterr().err
     assert "Traceback" not in err
-    last = tiny.lines(folder, "train")[-1]["step"]
+    last = small_run.lines(folder, "train")[-1]["step"]
     assert f"step {last}: the " in err
     assert " is not finite. The last good checkpoint is step 4; try a lower optimizer.learning_rate" in err
-    assert tiny.saved_steps(folder) == [2, 4]
-    for name, array in tiny.arrays(folder, 4).items():
+    assert small_run.saved_steps(folder) == [2, 4]
+    for name, array in small_run.arrays(folder, 4).items():
         np.testing.assert_array_equal(array, saved[name])
 
 
@@ -538,22 +539,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_pa
                                          for flags in (("--checkpoint.every-steps", 1), ("--train.eval-every", 1)))])
 def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, capsys, flags):
     folder = tmp_path / "run"
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 2, "--optimizer.learning-rate", 1e30, *flags) == 1
+    assert small_run.run(recipe, "--run-dir", folder, "--train.steps", 2, "--optimizer.learning-rate", 1e30,
+                         *flags) == 1
     assert "is not finite. There is no checkpoint yet; try a lower" in capsys.readouterr().err
-    assert tiny.saved_steps(folder) == []
-    assert tiny.lines(folder, "val") == []
+    assert small_run.saved_steps(folder) == []
+    assert small_run.lines(folder, "val") == []
 
 
 @pytest.mark.thorough
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(recipe, straight, tmp_path, capsys):
     folder = tmp_path / "run"
     command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16)
-    assert tiny.run(*command) == 0
+    assert small_run.run(*command) == 0
     (folder / "samples" / "00000035.txt").write_text("of a step that the run does not come to again")
     for file in (folder / "checkpoints" / str(STEPS)).rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    assert tiny.run(*command) == 0
+    assert small_run.run(*command) == 0
     assert re.search(f"note: skipping the damaged checkpoint .*/{STEPS}: ", capsys.readouterr().err)
     assert_same_run(folder, straight)
     assert samples(folder) == samples(straight)
@@ -586,8 +588,8 @@ def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp
     monkeypatch.setattr(position, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
     monkeypatch.setattr(language.TextSamples, "write", write)
     monkeypatch.setattr(loop.Logs, "write", lambda self, record: logged.append(record))
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.sample-every", 1) == 0
-    assert logged == tiny.lines(tmp_path / "run")
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--train.sample-every", 1) == 0
+    assert logged == small_run.lines(tmp_path / "run")
     assert logged[-1]["train_seconds"] < 100
     assert logged[-1]["wall_seconds"] > 1000
 
@@ -623,19 +625,19 @@ def weighted_corpus(folder: Path) -> Path:
 def test_packed_weighted_documents_train_and_tell_padding_and_accuracy(recipe, tmp_path, capsys):
     corpus, folder = weighted_corpus(tmp_path), tmp_path / "run"
     command = (recipe, "--data.dir", corpus, "--run-dir", folder, "--data.packing", "documents")
-    assert tiny.run(*command) == 0
+    assert small_run.run(*command) == 0
     assert re.search(r"note: data\.packing documents: \d+\.\d\d% of the training positions are padding",
                      capsys.readouterr().err)
-    (val,) = tiny.lines(folder, "val")
+    (val,) = small_run.lines(folder, "val")
     assert 0 <= val["accuracy"] <= 1
     assert "bits_per_byte" not in val
-    assert tiny.run(*command[:-2]) == 2
+    assert small_run.run(*command[:-2]) == 2
     assert f"{folder} is a run with data.packing documents, not stream" in capsys.readouterr().err
     # In format 1 the first tokens of documents were no targets.
     config = json.loads((folder / "config.json").read_text()) | {"format": 1}
     config.pop("contents_sha256", None)  # its checksum, which that format does not have
     (folder / "config.json").write_text(json.dumps(config))
-    assert tiny.run(*command, "--train.steps", 4) == 2
+    assert small_run.run(*command, "--train.steps", 4) == 2
     assert f"{folder} is a run with data.packing {EARLIER_DOCUMENTS}, not documents" in capsys.readouterr().err
 
 
@@ -645,9 +647,9 @@ def test_packed_documents_teach_how_a_document_begins_and_ends(recipe, tmp_path,
     texts = [b"Q" + bytes(letters[random.integers(0, 3, random.integers(2, 12))]) for _ in range(420)]
     documents = [Document(np.frombuffer(text, np.uint8).astype(int)) for text in texts]
     write_corpus(tmp_path / "tokens", {"train": documents[:400], "val": documents[400:]}, source="questions")
-    assert tiny.run(recipe, "--data.dir", tmp_path / "tokens", "--data.packing", "documents", "--run-dir",
-                    tmp_path / "run", "--attention", "softmax", "--train.steps", 150, "--train.sample-every", 150,
-                    "--optimizer.learning-rate", 3e-2) == 0
+    assert small_run.run(recipe, "--data.dir", tmp_path / "tokens", "--data.packing", "documents", "--run-dir",
+                         tmp_path / "run", "--attention", "softmax", "--train.steps", 150, "--train.sample-every", 150,
+                         "--optimizer.learning-rate", 3e-2) == 0
     run = lineargpt.open_run(tmp_path / "run")
     end = tokenizers.end_of_text(run.tokenizer)
     logits_TV = np.asarray(nnx.jit(run.model)(jnp.array([[end, ord("Q"), ord("a"), ord("b")]]))[0], np.float64)
@@ -673,17 +675,17 @@ def test_a_mixture_goes_on_where_it_stopped_and_evaluates_each(recipe, tmp_path,
     shares = ("--data.mixture", texts, 3, copies, 1)
     command = (recipe, "--data.packing", "documents", "--checkpoint.every-steps", 3)
     for name, steps in (("resumed", 3), ("resumed", 6), ("whole", 6)):
-        assert tiny.run(*command, *shares, "--run-dir", tmp_path / name, "--train.steps", steps,
-                        "--optimizer.final-fraction", 1) == 0
-    expected, found = (tiny.arrays(tmp_path / name, 6) for name in ("whole", "resumed"))
+        assert small_run.run(*command, *shares, "--run-dir", tmp_path / name, "--train.steps", steps,
+                             "--optimizer.final-fraction", 1) == 0
+    expected, found = (small_run.arrays(tmp_path / name, 6) for name in ("whole", "resumed"))
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-    val = tiny.lines(tmp_path / "whole", "val")[-1]
+    val = small_run.lines(tmp_path / "whole", "val")[-1]
     for name in ("loss", "accuracy"):
         assert val[name] == pytest.approx(0.75 * val[f"{name}/tokens"] + 0.25 * val[f"{name}/copies"])
     assert val["bits_per_byte/tokens"] > 0
     assert load_model(tmp_path / "whole").config.data.mixture == ((str(texts), 3), (str(copies), 1))
     capsys.readouterr()
-    assert tiny.run(*command, "--data.mixture", texts, 2, copies, 1, "--run-dir", tmp_path / "whole",
-                    "--train.steps", 9) == 2
+    assert small_run.run(*command, "--data.mixture", texts, 2, copies, 1, "--run-dir", tmp_path / "whole",
+                         "--train.steps", 9) == 2
     assert f"was trained on another corpus than {texts} + {copies}" in capsys.readouterr().err

@@ -18,14 +18,14 @@ from configs.schema import EncoderConfig, MaskedConfig, TrainConfig, config_clas
 from data.loader import Batch
 from kernels.cross_entropy.reference import reference
 from models.encoder import Encoder, MaskedModel, resolve_config
-from tests import tiny
+from tests import small_run
 from training import step as steps
 from training.objectives.masked import MaskedLanguageModelling, make_masked_step
 from training.objectives.masked import mask as mask_tokens
 from training.optimizer import decay_mask, make_optimizer
 
 VOCABULARY = 257
-RECIPE = tiny.RECIPE
+RECIPE = small_run.RECIPE
 for old, new in (("ModelConfig", "EncoderConfig"), ("Config, DataConfig", "DataConfig"),
                  ("-> Config", "-> MaskedConfig"), ("return Config", "return MaskedConfig"),
                  ("import Checkpoint", "import MaskedConfig, Checkpoint"),
@@ -129,7 +129,7 @@ def test_documents_of_a_row_do_not_see_each_other():
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tiny.make(tmp_path_factory.mktemp("masked"))
+    found = small_run.make(tmp_path_factory.mktemp("masked"))
     found.write_text(RECIPE)
     return found
 
@@ -137,15 +137,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(recipe: Path) -> Path:
     folder = recipe.parent / "run"
-    with tiny.settings():
-        assert tiny.run(recipe, "--attention", "softmax", "--run-dir", folder, "--data.packing", "documents") == 0
+    with small_run.settings():
+        assert small_run.run(recipe, "--attention", "softmax", "--run-dir", folder, "--data.packing", "documents") == 0
     return folder
 
 
 def test_a_run_is_drawn_and_other_commands_refuse_it(recipe: Path, run: Path, tmp_path: Path,
                                                      capsys: pytest.CaptureFixture[str]):
     assert config_class(json.loads((run / "config.json").read_text())) is MaskedConfig
-    val, = tiny.lines(run, "val")
+    val, = small_run.lines(run, "val")
     assert 0 <= val["accuracy"] <= 1
     assert val["loss"] == pytest.approx(np.log(VOCABULARY), abs=1.5)
     assert "bits_per_byte" not in val
@@ -157,12 +157,13 @@ def test_a_run_is_drawn_and_other_commands_refuse_it(recipe: Path, run: Path, tm
         assert command([str(run)]) == 2
         assert f"{run} is a masked-language-model run of train.py; expected a language-model run" in (
             capsys.readouterr().err)
-    assert tiny.run(recipe, "--run-dir", tmp_path / "new", "--init-from", run) == 2
+    assert small_run.run(recipe, "--run-dir", tmp_path / "new", "--init-from", run) == 2
     assert "is a masked-language-model recipe; expected a language-model recipe" in capsys.readouterr().err
 
 
 def test_documents_need_a_mode_that_separates_them(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert tiny.run(recipe, "--attention", "linear", "--data.packing", "documents", "--run-dir", tmp_path / "run") == 2
+    assert small_run.run(recipe, "--attention", "linear", "--data.packing", "documents", "--run-dir",
+                         tmp_path / "run") == 2
     assert "attention mode 'linear' cannot separate the documents" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -187,14 +188,14 @@ def test_the_masks_of_evaluation_depend_only_on_the_window():
 def test_a_resumed_run_equals_the_uninterrupted_one(recipe: Path, tmp_path: Path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     flags = ("--attention", "performer", "--optimizer.schedule", "constant", "--train.eval-every", 2)
-    with tiny.settings():
-        assert tiny.run(recipe, "--run-dir", straight, "--train.steps", 4, *flags) == 0
+    with small_run.settings():
+        assert small_run.run(recipe, "--run-dir", straight, "--train.steps", 4, *flags) == 0
         for count in (2, 4):
-            assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", count, *flags) == 0
-    expected, found = tiny.arrays(straight, 4), tiny.arrays(resumed, 4)
+            assert small_run.run(recipe, "--run-dir", resumed, "--train.steps", count, *flags) == 0
+    expected, found = small_run.arrays(straight, 4), small_run.arrays(resumed, 4)
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
     names = ("step", "split", "loss", "accuracy")
-    assert ([[line.get(name) for name in names] for line in tiny.lines(resumed)]
-            == [[line.get(name) for name in names] for line in tiny.lines(straight)])
+    assert ([[line.get(name) for name in names] for line in small_run.lines(resumed)]
+            == [[line.get(name) for name in names] for line in small_run.lines(straight)])

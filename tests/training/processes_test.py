@@ -19,7 +19,7 @@ from flax import nnx
 from data.prepare import prepare
 from support import interrupts
 from support.errors import ConfigError, DataError
-from tests import several_devices, tiny
+from tests import several_devices, small_run
 from training import processes
 from training.loading import load_model
 from training.processes import Distributed
@@ -29,7 +29,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("tiny"))
+    return small_run.make(tmp_path_factory.mktemp("tiny"))
 
 
 def ended(*started: subprocess.Popen) -> list[str]:
@@ -44,16 +44,17 @@ def test_two_processes_train_save_and_resume_as_one(recipe, tmp_path):
     # A constant rate, as the number of steps changes when a run resumes.
     flags = ("--optimizer.final-fraction", 1, "--train.eval-every", 2, "--train.sample-every", STEPS, "--mesh.fsdp", 2)
     one, two = tmp_path / "one", tmp_path / "two"
-    straight = tiny.start(recipe, "--run-dir", one, "--train.steps", STEPS, *flags, **several_devices.environment(4))
-    first, second = ended(*tiny.start_together(recipe, "--run-dir", two, "--train.steps", 2, *flags))
+    straight = small_run.start(recipe, "--run-dir", one, "--train.steps", STEPS, *flags,
+                               **several_devices.environment(4))
+    first, second = ended(*small_run.start_together(recipe, "--run-dir", two, "--train.steps", 2, *flags))
     assert "mesh axes: data 2 × fsdp 2; 4 of 4 devices" in first
     # Process 0 alone reports; XLA may print warnings in each.
     assert f"{two}: 2 steps in " in first
     assert not re.search(rf"^({two}|step \d|mesh axes|note)", second, re.MULTILINE)
-    ended(tiny.start(recipe, "--run-dir", two, "--train.steps", 4, *flags, **several_devices.environment(4)))
-    ended(straight, *tiny.start_together(recipe, "--run-dir", two, "--train.steps", STEPS, *flags))
+    ended(small_run.start(recipe, "--run-dir", two, "--train.steps", 4, *flags, **several_devices.environment(4)))
+    ended(straight, *small_run.start_together(recipe, "--run-dir", two, "--train.steps", STEPS, *flags))
 
-    expected, found = tiny.lines(one), tiny.lines(two)
+    expected, found = small_run.lines(one), small_run.lines(two)
     # Each start of the second run ended with an evaluation.
     assert [line["step"] for line in found if line["split"] == "train"] == [1, 2, 3, 4, 5]
     losses = {(line["step"], line["split"]): line["loss"] for line in expected}
@@ -82,7 +83,7 @@ def make_long(folder: Path) -> Path:
     folder.mkdir()
     (folder / "text.txt").write_text("".join(f"{number} is {number * 7}\n" for number in range(150_000)))
     prepare(str(folder / "text.txt"), "bytes", folder / "tokens", val_share=0.5, progress=False)
-    (folder / "tiny.py").write_text(tiny.RECIPE)
+    (folder / "tiny.py").write_text(small_run.RECIPE)
     return folder / "tiny.py"
 
 
@@ -95,7 +96,7 @@ def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
     evaluates = (*endless, "--train.eval-every", 3, "--train.eval-batches", 10**6)
 
     def start(name: str, *flags: object, **options) -> list[subprocess.Popen]:
-        return tiny.start_together(recipe, "--run-dir", folder / name, *flags, **options)
+        return small_run.start_together(recipe, "--run-dir", folder / name, *flags, **options)
 
     pairs = {
         "killed worker": start("killed worker", *endless),
@@ -103,12 +104,12 @@ def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
         "frozen worker": start("frozen worker", *endless),
         # Sooner than its heartbeat is missed.
         "stuck worker": start("stuck worker", *endless, "--distributed.stall-seconds", 5),
-        "stopped worker": tiny.start_together(long_recipe, "--run-dir", folder / "stopped worker", *evaluates),
+        "stopped worker": small_run.start_together(long_recipe, "--run-dir", folder / "stopped worker", *evaluates),
         "full disk": start("full disk", *endless, "--checkpoint.every-steps", 40, "--mesh.fsdp", 4, "--mesh.data", 1,
                            "--model.width", 64),
         "timed": start("timed", "--train.steps", "None", "--train.minutes", 0.02),
         "other rates": start("other rates", *endless, of_each=((), ("--optimizer.learning-rate", 0.5))),
-        "other folder": tiny.start_together(recipe, *endless, of_each=tuple(
+        "other folder": small_run.start_together(recipe, *endless, of_each=tuple(
             ("--run-dir", folder / f"folder of {index}") for index in range(2))),
     }
     faults: dict[str, Callable[[], None]] = {
@@ -128,7 +129,7 @@ def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
                 for index, process in enumerate(pair):
                     if process.poll() is not None:
                         last.setdefault((name, index), time.monotonic() - began[name])
-                if name in faults and len(tiny.lines(folder / name, "train")) >= 3:
+                if name in faults and len(small_run.lines(folder / name, "train")) >= 3:
                     faults.pop(name)()
                     began[name] = time.monotonic()
                 if (name, 0) in last:  # a frozen process cannot end by itself
@@ -150,7 +151,7 @@ def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
     ends = ends_of(recipe, tmp_path)
 
     def last_step(name: str) -> int:
-        return tiny.lines(tmp_path / name, "train")[-1]["step"]
+        return small_run.lines(tmp_path / name, "train")[-1]["step"]
 
     for name, survivor, said in (
             ("killed worker", 0, r"stopped sending heartbeats\):\n1\n"),
@@ -169,8 +170,8 @@ def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
     end = ends["stopped worker"]
     assert end.codes == (143, 143), end.errors
     assert max(end.seconds) < 30
-    assert tiny.saved_steps(tmp_path / "stopped worker")[-1] == last_step("stopped worker") == 3
-    assert tiny.lines(tmp_path / "stopped worker", "val") == []
+    assert small_run.saved_steps(tmp_path / "stopped worker")[-1] == last_step("stopped worker") == 3
+    assert small_run.lines(tmp_path / "stopped worker", "val") == []
     assert f"saved at step {last_step('stopped worker')}; repeat the command to resume" in end.errors[0]
 
     end = ends["full disk"]
@@ -181,8 +182,8 @@ def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
     # The clock of process 0 ends all at the same step.
     end = ends["timed"]
     assert end.codes == (0, 0), end.errors
-    assert tiny.lines(tmp_path / "timed", "train")[-1]["train_seconds"] >= 1.2
-    assert tiny.saved_steps(tmp_path / "timed")[-1] == last_step("timed")
+    assert small_run.lines(tmp_path / "timed", "train")[-1]["train_seconds"] >= 1.2
+    assert small_run.saved_steps(tmp_path / "timed")[-1] == last_step("timed")
 
     end = ends["other rates"]
     assert end.codes == (2, 2)

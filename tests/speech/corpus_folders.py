@@ -48,7 +48,7 @@ def features(folder: Path, texts: Mapping[str, Sequence[str]], *, frames: int = 
 def run(*arguments: object) -> int:
     """The exit code of ``speech.train``, in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speech_train, "_STARTED", time.perf_counter())
+        patch.setattr(speech_train, "STARTED", time.perf_counter())
         given: Any = list(map(str, arguments))
         try:
             return speech_train.main(given)

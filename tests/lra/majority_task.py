@@ -63,7 +63,7 @@ def make(folder: Path) -> Path:
 def run(*arguments: object) -> int:
     """The exit code of the command, in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lra_train, "_STARTED", time.perf_counter())
+        patch.setattr(lra_train, "STARTED", time.perf_counter())
         given: Any = list(map(str, arguments))
         try:
             return lra_train.main(given)

@@ -65,7 +65,7 @@ def run(*arguments: object) -> int:
     """The exit code of train.py, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-        patch.setattr(train, "_STARTED", time.perf_counter())
+        patch.setattr(train, "STARTED", time.perf_counter())
         try:
             return train.main()
         except SystemExit as exit:
