@@ -51,12 +51,16 @@ def test_it_is_the_plain_form(B, H, M, D, normalize, dtype):
 
 def test_it_is_picked_for_a_token_on_a_gpu_and_refuses_anything_else_by_name(monkeypatch):
     q_BTHM, k_BTHM, v_BTHD, _ = make_inputs(1, 2, 16, 16, "float32")
+    assert pick_implementation(q_BTHM, k_BTHM, v_BTHD) == "recurrent"
     monkeypatch.setattr(device, "platform", lambda: "gpu")
     assert pick_implementation(q_BTHM, k_BTHM, v_BTHD) == "decode"
     assert pick_implementation(q_BTHM, k_BTHM, v_BTHD, segments=True) == "recurrent"
     wide = np.ones((1, 1, 2, 1025), np.float32)
     assert pick_implementation(wide, wide, v_BTHD) == "recurrent"
     pair = np.ones((1, 2, 2, 16), np.float32)
+    assert pick_implementation(pair, pair, pair) != "decode"
+    with jax.enable_x64(True):
+        assert pick_implementation(q_BTHM.astype(np.float64), k_BTHM, v_BTHD) == "recurrent"
     for arguments, options, message in [
             ((pair, pair, pair), {}, "it supports one token after an initial state, not 2"),
             ((q_BTHM, k_BTHM, v_BTHD), {"causal": False}, "it supports only causal=True"),
@@ -64,19 +68,3 @@ def test_it_is_picked_for_a_token_on_a_gpu_and_refuses_anything_else_by_name(mon
             ((wide, wide, v_BTHD), {}, "q_BTHM has width 1025; it supports widths up to 1024")]:
         with pytest.raises(NotImplementedError, match=f"implementation='decode': {message}"):
             linear_attention(*map(jnp.asarray, arguments), implementation="decode", **options)
-
-
-def test_it_is_picked_on_a_gpu_alone(monkeypatch):
-    def picked(q_BTHM, v_BTHD, **options):
-        return pick_implementation(q_BTHM, q_BTHM, v_BTHD, **options)
-
-    q_BTHM, _, v_BTHD, _ = make_inputs(1, 2, 16, 16, "float32")
-    monkeypatch.setattr(device, "platform", lambda: "cpu")
-    assert picked(q_BTHM, v_BTHD) == "recurrent"
-    monkeypatch.setattr(device, "platform", lambda: "gpu")
-    assert picked(q_BTHM, v_BTHD) == "decode"
-    assert picked(q_BTHM, v_BTHD, segments=True) == "recurrent"
-    assert picked(np.repeat(q_BTHM, 2, axis=1), v_BTHD) != "decode"
-    assert picked(np.zeros((1, 1, 2, 1025), np.float32), v_BTHD) == "recurrent"
-    with jax.enable_x64(True):
-        assert picked(q_BTHM.astype(np.float64), v_BTHD) == "recurrent"

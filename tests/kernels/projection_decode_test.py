@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import device
 from kernels.layer_norm import Norm
-from kernels.projection import api as projection
 from kernels.projection import decode as projection_decode
 from kernels.projection import unembed
 
@@ -20,7 +20,8 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
 @pytest.fixture
 def one_launch(monkeypatch):
     """Makes one token use the kernel here too, with few columns per program and few rows at a time."""
-    monkeypatch.setattr(projection, "is_one_token_on_gpu", lambda x_BTE: x_BTE.shape[:2] == (1, 1))
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    monkeypatch.setattr(device, "interprets_kernels", lambda: True)
     monkeypatch.setattr(projection_decode, "BLOCK_BYTES", 3 * 8 * 32 * 4)
 
 
@@ -59,15 +60,3 @@ def test_what_does_not_go_together_is_refused(one_launch):
         projection_decode.projection_decode(x_BTE, weights, biases)
     with pytest.raises(ValueError, match=r"x_BTE has shape \(1, 2, 48\)"):
         projection_decode.projection_decode(jnp.repeat(x_BTE, 2, axis=1), [weights[0].T], biases)
-
-
-def test_one_token_on_a_gpu_takes_it(monkeypatch):
-    x_BTE = np.zeros((1, 1, 4), np.float32)
-    monkeypatch.setattr(projection.device, "platform", lambda: "cpu")
-    assert not projection.is_one_token_on_gpu(x_BTE)
-    monkeypatch.setattr(projection.device, "platform", lambda: "gpu")
-    assert projection.is_one_token_on_gpu(x_BTE)
-    assert projection.is_one_token_on_gpu(x_BTE.astype(jnp.bfloat16))
-    assert not projection.is_one_token_on_gpu(np.zeros((1, 2, 4), np.float32))
-    assert not projection.is_one_token_on_gpu(np.zeros((2, 1, 4), np.float32))
-    assert not projection.is_one_token_on_gpu(x_BTE.astype(float))

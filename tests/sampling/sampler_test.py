@@ -276,7 +276,7 @@ def test_weights_are_kept_as_the_products_read_them(platform, shape, monkeypatch
     monkeypatch.setattr(weights, "device", types.SimpleNamespace(platform=lambda: platform))
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
     model = GPT(resolve_config(config), V, rngs=nnx.Rngs(0))
-    formats = {leaf.dtype for leaf in Sampler(model)._leaves if leaf.shape == shape}
+    formats = {leaf.dtype for leaf in jax.tree.leaves(weights.to_product_weights(model)[1]) if leaf.shape == shape}
     assert formats == {jnp.dtype("bfloat16")}
     weight = model.blocks[0].mlp.hidden.kernel[...]
     assert (weight.shape, weight.dtype) == ((16, 64), jnp.float32)
