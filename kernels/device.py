@@ -42,7 +42,7 @@ def cores() -> int:
 
 def count() -> int:
     """Devices that arrays may be split over: those of the mesh that is set, or else all; 1 where each device computes
-    its own share, under ``jax.shard_map``."""
+    its own part, under ``jax.shard_map``."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() if mesh.abstract_device is None else 1

@@ -1,6 +1,6 @@
-"""Ops on several devices: each device computes its own share, where the compiler would gather all inputs.
+"""Ops on several devices: each device computes its own part, where the compiler would gather all inputs.
 
-A share is what the mesh that is set (``jax.set_mesh``) gives a device. Without such a mesh, or with one device, each
+Its part is what the mesh that is set (``jax.set_mesh``) gives a device. Without such a mesh, or with one device, each
 function here returns the function that it is given.
 """
 

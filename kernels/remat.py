@@ -16,7 +16,7 @@ CUDNN = "dot_product_attention_fwd"
 _named = jax.checkpoint_policies.save_only_these_names(NAME)
 
 
-def kept[Tree](results: Tree) -> Tree:
+def save_for_backward[Tree](results: Tree) -> Tree:
     """Marks arrays for :func:`policy`. Mark what the backward pass reads, in the forward rule of an op."""
     return jax.tree.map(lambda x: checkpoint_name(x, NAME), results)
 

@@ -44,7 +44,7 @@ class DeltaRuleCase(Case):
                   f"{self.log_decay} decay": self.log_decay is not None, "segments": self.segments,
                   f"C{self.chunk_size}": self.chunk_size is not None}
         lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
-        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
 
     def make_shapes(self) -> Arrays:
         B, T, H, M, D = self.B, self.T, self.H, self.M, self.D

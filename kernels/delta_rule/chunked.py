@@ -27,7 +27,7 @@ from jax import Array, lax
 from .. import cpu, mixed_precision
 from ..chunks import Chunks, join, split
 from ..decay import Decays
-from ..remat import kept
+from ..remat import save_for_backward
 from ..segments import visible
 
 BLOCK = 16
@@ -142,10 +142,10 @@ class _Parts(NamedTuple):
         erased_NBHCM = product("nbhcs,nbhsm->nbhcm", solve_NBHCS, _scaled(k, gates.reads))
         writing_NBHCM = _scaled(k, gates.writes)
         unit_LL = jnp.eye(k.shape[-1], dtype=erased_NBHCM.dtype)[None, None, None]
-        kept = unit_LL if gates.keeps is None else unit_LL * gates.keeps[..., None, None]
+        carried = unit_LL if gates.keeps is None else unit_LL * gates.keeps[..., None, None]
         return cls(queries_NBHCS, keys_NBHCS, lower_NBHCS, queries_NBHCS * gates.inside, inverse_NBHCS,
                    product("nbhcs,nbhsd->nbhcd", solve_NBHCS, v), erased_NBHCM, writing_NBHCM,
-                   kept - product("nbhmc,nbhcl->nbhml", _transposed(writing_NBHCM), erased_NBHCM))
+                   carried - product("nbhmc,nbhcl->nbhml", _transposed(writing_NBHCM), erased_NBHCM))
 
     def written(self, before_NBHMD: Array) -> Array:
         """U, from the states before the chunks."""
@@ -196,7 +196,7 @@ def _forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_
     before_NBHMD, end_BHMD = _carry(parts.moves_NBHML, updates_NBHMD, initial_BHMD)
     y_NBHCD = (product("nbhcs,nbhsd->nbhcd", parts.scores_NBHCS, parts.written(before_NBHMD))
                + _scaled(product("nbhcm,nbhmd->nbhcd", q, before_NBHMD), gates.reads))
-    y_BTHD, before_NBHMD = kept((join(y_NBHCD, T).astype(v_BTHD.dtype), before_NBHMD))
+    y_BTHD, before_NBHMD = save_for_backward((join(y_NBHCD, T).astype(v_BTHD.dtype), before_NBHMD))
     return (y_BTHD, end_BHMD), (q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH, before_NBHMD)
 
 

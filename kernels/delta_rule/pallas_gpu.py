@@ -16,7 +16,7 @@ from ..gpu.chunks import ChunkMask
 from ..gpu.launch import Grid, chunk_mask, decay_gradient, pad_heads, pad_runs, pad_scalars, pad_state
 from ..gpu.products import COLUMN_TILE, LaunchConfig, Tiles
 from ..partition import by_batch_and_heads
-from ..remat import kept
+from ..remat import save_for_backward
 from . import gpu_kernels
 from .gpu_kernels import DecayWrites, Inputs, KeyGradient, Pairs, QueryGradient, Scan
 
@@ -108,7 +108,7 @@ _INPUTS = "bthm", "bthm", "bthd", "bth", "bhmd", "bt", "bth"
 
 def _attend_forward(*inputs):
     y_BTHD, end_BHMD = by_batch_and_heads(_forward, _INPUTS, ["bthd", "bhmd"])(*inputs)
-    return (kept(y_BTHD), end_BHMD), inputs
+    return (save_for_backward(y_BTHD), end_BHMD), inputs
 
 
 def _attend_backward(inputs, gradients):

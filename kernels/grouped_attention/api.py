@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from .. import device
 from ..mixed_precision import product
-from ..remat import kept
+from ..remat import save_for_backward
 from ..segments import HIDDEN
 
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
@@ -116,7 +116,7 @@ def grouped_attention(
 
     at_once = max(1, limit // max(1, B * H * T * S))
     y_NBHTD, logsumexp_NBHT = lax.map(jax.checkpoint(step), first, batch_size=min(at_once, N))
-    return kept(Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2)))
+    return save_for_backward(Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2)))
 
 
 def one_group(

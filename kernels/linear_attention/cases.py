@@ -57,7 +57,7 @@ class LinearAttentionCase(Case):
                   f"{self.log_decay} decay": self.log_decay is not None,
                   f"C{self.chunk_size}": self.chunk_size is not None}
         lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
-        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
 
     def make_shapes(self) -> Arrays:
         B, T, H, M, D = self.B, self.T, self.H, self.M, self.D
@@ -187,6 +187,8 @@ _DECODE = (
     _decode(1, 3, 16, 16, "bfloat16"),
     _decode(2, 2, 48, 100, "float32", normalize=False),
     _decode(2, 2, 16, 24, "float32"),
+    _decode(1, 1, 5, 33, "bfloat16"),
+    _decode(1, 2, 1024, 24, "float32", normalize=False),
     _decode(2, 2, 48, 100, "float32", ", decay", log_decay="mixed"),
     _decode(1, 3, 16, 16, "bfloat16", ", decay", log_decay="mixed", normalize=False),
 )

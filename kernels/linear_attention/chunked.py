@@ -21,7 +21,7 @@ from jax import Array, lax
 from .. import mixed_precision
 from ..chunks import Chunks, join, only, rows, split
 from ..decay import Decays
-from ..remat import kept
+from ..remat import save_for_backward
 from ..segments import visible
 from ..state import (
     EPSILON,
@@ -68,11 +68,11 @@ def _carry(updates: State, keeps_NB: Array | None, initial: State, decay_NBH: Ar
 
     def step(state, chunk):
         update, keeps_B, decay_BH = chunk
-        kept = decayed(state, decay_BH)
+        carried = decayed(state, decay_BH)
         if keeps_B is not None:
-            kept = State(jnp.where(keeps_B[:, None, None, None], kept.s_BHMD, 0),
-                         jnp.where(keeps_B[:, None, None], kept.z_BHM, 0))
-        return State(kept.s_BHMD + update.s_BHMD, kept.z_BHM + update.z_BHM), state
+            carried = State(jnp.where(keeps_B[:, None, None, None], carried.s_BHMD, 0),
+                            jnp.where(keeps_B[:, None, None], carried.z_BHM, 0))
+        return State(carried.s_BHMD + update.s_BHMD, carried.z_BHM + update.z_BHM), state
 
     end, before = lax.scan(step, initial, (updates, keeps_NB, decay_NBH), reverse=reverse)
     return before, end
@@ -105,7 +105,7 @@ def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, C, 
     if normalize:
         old_NBHC = jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM, precision=EXACT)
         denominator_NBHC = scores_NBHCS.sum(axis=4) + (old_NBHC if decays.reads is None else old_NBHC * decays.reads)
-    y_BTHD, denominator_NBHC = kept(
+    y_BTHD, denominator_NBHC = save_for_backward(
         (join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype), denominator_NBHC))
     return (y_BTHD, end), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, y_BTHD, denominator_NBHC)
 

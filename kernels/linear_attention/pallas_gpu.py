@@ -32,7 +32,7 @@ from ..gpu.chunks import Sums
 from ..gpu.launch import Grid, chunk_mask, decay_gradient, pad_heads, pad_runs, pad_scalars, pad_state
 from ..gpu.products import LaunchConfig, Tiles, block_width, operand_dtype
 from ..partition import by_batch_and_heads
-from ..remat import kept
+from ..remat import save_for_backward
 from ..state import EPSILON, State
 from . import gpu_kernels
 from .gpu_kernels import DecayWrites, Inputs, KeyGradient, Output, QueryGradient
@@ -113,8 +113,8 @@ MakePlan = Callable[[int, int, int, int, int, jnp.dtype], Plan]
 
 
 def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
-    """One plan for all devices, as if each had its share of sequences and heads, so that the sums of spans saved by the
-    forward pass have one shape."""
+    """One plan for all devices, as if each had its part of the sequences and heads, so that the sums of spans that the
+    forward pass saves have one shape."""
     B, T, H, M = q_BTHM.shape
     return make_plan(-(-B * H // device.count()), T, 1, block_width(M), block_width(v_BTHD.shape[3]),
                      operand_dtype(q_BTHM, k_BTHM, v_BTHD))
@@ -132,7 +132,7 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_pl
     y_BTHD, s_BHMD, z_BHM, *saved = by_batch_and_heads(
         functools.partial(_forward, chosen, normalize), ["bthm", "bthm", "bthd", "bt", "bth", "bhmd", "bhm"],
         ["bthd", "bhmd", "bhm", *_SAVED])(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH, *initial)
-    y_BTHD, saved = kept((y_BTHD, saved))
+    y_BTHD, saved = save_for_backward((y_BTHD, saved))
     return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH, *initial, *saved)
 
 

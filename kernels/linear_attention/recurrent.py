@@ -145,7 +145,7 @@ def _backward(normalize, features, saved, gradients):
             before = lax.scan(lambda state, token: (advanced(state, token)[1], token.before(state)), state, tokens)[1]
         return lax.scan(backwards, dstate, (tokens, dnumerator, ddenominator, before), reverse=True)
 
-    # Pieces of √T tokens, and the rest; only the rest if no state has to be kept.
+    # Pieces of √T tokens, and the rest; only the rest if no state has to be saved.
     T = q_BTHM.shape[1]
     length = math.isqrt(T)
     pieces = 0 if log_decay_BTH is None else T // length
@@ -190,19 +190,19 @@ def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
             keeps_BT = latest_BT == jnp.concatenate([jnp.zeros_like(latest_BT[:, :1]), latest_BT[:, :-1]], axis=1)
             keeps = keeps_BT if keeps is None else jnp.where(keeps_BT[..., None], keeps, 0)
 
-        def kept(keeps, x):
+        def carried(keeps, x):
             keeps = keeps[(..., *[None] * (x.ndim - keeps.ndim))]
             return jnp.where(keeps, x, jnp.zeros((), x.dtype)) if keeps.dtype == bool else keeps * x
 
         def later(left, right):
             keeps_left, s_left, z_left = left
             keeps_right, s_right, z_right = right
-            return (kept(keeps_right, keeps_left), s_right + kept(keeps_right, s_left),
-                    z_right + kept(keeps_right, z_left))
+            return (carried(keeps_right, keeps_left), s_right + carried(keeps_right, s_left),
+                    z_right + carried(keeps_right, z_left))
 
         keeps, s_BTHMD, z_BTHM = lax.associative_scan(later, (keeps, s_BTHMD, z_BTHM), axis=1)
-        s_BTHMD += kept(keeps, initial.s_BHMD[:, None])
-        z_BTHM += kept(keeps, initial.z_BHM[:, None])
+        s_BTHMD += carried(keeps, initial.s_BHMD[:, None])
+        z_BTHM += carried(keeps, initial.z_BHM[:, None])
     y_BTHD = divide(jnp.einsum("bthm,bthmd->bthd", q, s_BTHMD, precision=EXACT),
                     jnp.einsum("bthm,bthm->bth", q, z_BTHM, precision=EXACT) if normalize else None)
     return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH)

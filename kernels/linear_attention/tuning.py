@@ -76,7 +76,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The rows of the table."""
-    return list(_table().values())
+    return list(table().values())
 
 
 def read(path: Path = TABLE) -> list[Row]:
@@ -95,7 +95,8 @@ def entry(row: Row) -> dict[str, Any]:
 
 
 @functools.cache
-def _table() -> dict[tuple[str, int, int, str, str], Row]:
+def table() -> dict[tuple[str, int, int, str, str], Row]:
+    """The rows by device kind, widths, dtype and class of lengths."""
     return {row[:5]: row for row in read(TABLE)}
 
 
@@ -107,14 +108,14 @@ def length_class(tokens: int) -> Literal["short", "long"]:
 def row_for(tokens: int, M: int, D: int, dtype: DTypeLike) -> Row:
     """The row of this device, or the defaults."""
     key = (device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens))
-    return _table().get(key) or default_row(*key)
+    return table().get(key) or default_row(*key)
 
 
 def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", "long"], *,
                 segments: bool = False) -> Row:
     """The defaults for devices that are not in the table, and for wide states and float32 with segments, which take
     more registers."""
-    forward, backward = (_default_tiles(kind, M, D, dtype, backward=backward, segments=segments)
+    forward, backward = (default_tiles(kind, M, D, dtype, backward=backward, segments=segments)
                          for backward in (False, True))
     queries = None
     if dtype == "bfloat16" and backward.tile < M <= 128 and D <= 128 and not segments:
@@ -124,7 +125,7 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
     return Row(kind, M, D, dtype, length, forward, backward, queries)
 
 
-def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
+def default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
     """Tiles for which the kernels of ``make gpu-check`` neither spill registers on a Hopper GPU nor wait for their
     products."""
     # The backward pass has states of M × D and of D × M.

@@ -40,7 +40,7 @@ class PowerAttentionCase(Case):
                   "a state": self.state, f"{self.log_decay} decay": self.log_decay is not None,
                   f"C{self.chunk_size}": self.chunk_size is not None}
         lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
-        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
 
     def make_shapes(self) -> Arrays:
         B, T, H, D = self.B, self.T, self.H, self.D

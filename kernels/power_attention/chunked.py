@@ -17,7 +17,7 @@ from jax import Array, lax
 from .. import device, mixed_precision
 from ..chunks import Chunks, join, only, rows, split
 from ..decay import sums_after, sums_through
-from ..remat import kept
+from ..remat import save_for_backward
 from ..softmax_attention.blockwise import with_ones
 from ..state import State, divide, sum_dtype
 from .blockwise import weighted_sums
@@ -92,7 +92,7 @@ def chunked(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, initial: State | None, 
         y = y.at[1:].add(old)
     # Apart, so that the last update is not made where nobody takes the final state.
     state = advance(state, jax.tree.map(lambda x: x[-1], chunks))
-    y = kept(y)  # all that the backward pass needs of the forward pass
+    y = save_for_backward(y)  # all that the backward pass needs of the forward pass
     y = divide(y[..., :-1], y[..., -1] if normalize else None)
     return join(y, T).astype(v_BTHD.dtype), State(state[..., :-1], state[..., -1])
 

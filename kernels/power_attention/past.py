@@ -26,19 +26,19 @@ from .reference import scaled
 FOLD = 64
 """Tokens that enter the state at once, when there are twice as many."""
 ROOM = 2 * FOLD
-"""S: tokens kept as they are; after the first S there are always ``FOLD`` or more."""
+"""S: recent tokens; after the first S there are always ``FOLD`` or more."""
 
 
 class Past(NamedTuple):
-    """What power attention keeps of a sequence."""
+    """All that power attention knows of a sequence: recent tokens as they are, and a state of those before."""
 
     state: State
-    """Of the tokens before the kept ones."""
+    """Of the tokens before the recent ones."""
     k_BSHD: Float[Array, "B S H D"]
     v_BSHD: Float[Array, "B S H D"]
     log_decay_BSH: Float[Array, "B S H"] | None
     filled_B: Int[Array, " B"]
-    """Number of kept tokens, less than S."""
+    """Number of recent tokens, less than S."""
 
     @classmethod
     def empty(cls, batch: int, heads: int, head_width: int, *, degree: int, decays: bool, dtype: Any) -> "Past":
@@ -67,12 +67,12 @@ def attend_to_past(
         log_decay_BTH = decay.prepare(log_decay_BTH, jnp.dtype(jnp.float32))
     if T == 1:
         return _one(q_BTHD[:, 0], k_BTHD, v_BTHD, past, degree, log_decay_BTH, normalize, lengths_B)
-    kept, filled_B1 = (past.k_BSHD, past.v_BSHD, past.log_decay_BSH), past.filled_B[:, None]
+    recent, filled_B1 = (past.k_BSHD, past.v_BSHD, past.log_decay_BSH), past.filled_B[:, None]
     k_BNHD, v_BNHD, log_decay_BNH = jax.tree.map(
-        lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1), kept, (k_BTHD, v_BTHD, log_decay_BTH))
+        lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1), recent, (k_BTHD, v_BTHD, log_decay_BTH))
     number_BN = jnp.concatenate([_numbers(past.filled_B), jnp.where(
         segment_of_new(T, lengths_B) < 0, -1, filled_B1 + jnp.arange(T)[None])], axis=1)
-    # The kept tokens ask nothing: their queries are 0.
+    # The recent tokens ask nothing: their queries are 0.
     y_BNHD, _ = power_attention(
         jnp.pad(q_BTHD, ((0, 0), (ROOM, 0), (0, 0), (0, 0))), k_BNHD, v_BNHD, degree=degree, normalize=normalize,
         log_decay_BTH=log_decay_BNH, initial_state=past.state, segment_ids_BT=jnp.minimum(number_BN, 0),
@@ -110,7 +110,7 @@ def _one(q_BHD: Array, k_BTHD: Array, v_BTHD: Array, past: Past, degree: int, lo
 
 
 def _numbers(filled_B: Array) -> Array:
-    """The number of each kept token, −1 where there is none."""
+    """The number of each recent token, −1 where there is none."""
     place_1S = jnp.arange(ROOM)[None]
     return jnp.where(place_1S < filled_B[:, None], place_1S, -1)
 
@@ -125,6 +125,6 @@ def _settled(state: State, k_BNHD: Array, v_BNHD: Array, log_decay_BNH: Array | 
     own = final_state(k_BNHD, v_BNHD, runs_BN, log_decay, degree=degree, chunk_size=pick_chunk_size(N),
                       features=count_features(D, degree))
     stays_BN = (number_BN >= 0) & ~enters_BN
-    kept_BS = jnp.argsort(~stays_BN, axis=1, stable=True)[:, :ROOM]
-    k_BSHD, v_BSHD, log_decay_BSH = jax.tree.map(lambda x: rows_at(x, kept_BS), (k_BNHD, v_BNHD, log_decay_BNH))
+    recent_BS = jnp.argsort(~stays_BN, axis=1, stable=True)[:, :ROOM]
+    k_BSHD, v_BSHD, log_decay_BSH = jax.tree.map(lambda x: rows_at(x, recent_BS), (k_BNHD, v_BNHD, log_decay_BNH))
     return Past(StateUpdate.of(own, runs_BN, log_decay).apply(state), k_BSHD, v_BSHD, log_decay_BSH, count_B - folded_B)

@@ -20,7 +20,7 @@ from jax import Array, lax
 from .. import cpu
 from ..decay import sums_between, sums_over_parts
 from ..mixed_precision import product, rounded, to_float32
-from ..remat import kept
+from ..remat import save_for_backward
 from ..segments import HIDDEN, Order, visible
 
 BLOCK = 256
@@ -134,7 +134,7 @@ def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, causal, windo
 
     mask, decay = _mask(runs_BT, causal, window, T), _decay_of(log_decay_BHT, block)
     y_BHTD, logsumexp_BHT = attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, block, block, decay=decay)
-    y_BHTD, logsumexp_BHT = kept((y_BHTD, logsumexp_BHT))
+    y_BHTD, logsumexp_BHT = save_for_backward((y_BHTD, logsumexp_BHT))
     return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, y_BHTD, logsumexp_BHT)
 
 

@@ -37,7 +37,7 @@ class SoftmaxCase(Case):
         extras = {"both directions": not self.causal, f"a window of {self.window}": self.window is not None,
                   "segments": self.segments, f"{self.log_decay} decay": self.log_decay is not None}
         lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
-        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
 
     def make_shapes(self) -> Arrays:
         x_BTHD = jax.ShapeDtypeStruct((self.B, self.T, self.H, self.D), self.dtype)

@@ -77,7 +77,7 @@ def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path)
     table = tmp_path / "tuning.json"
     table.write_text(json.dumps([entry]))
     row, = tuning.read(table)
-    monkeypatch.setattr(tuning, "_table", lambda: {row[:5]: row})
+    monkeypatch.setattr(tuning, "table", lambda: {row[:5]: row})
     with tracing_for():
         assert row_for(LONG, 64, 32, "bfloat16") == row
         others = [(LONG - 1, 64, 32, "bfloat16"), (LONG, 32, 64, "bfloat16"), (LONG, 64, 32, "float32")]
