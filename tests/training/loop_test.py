@@ -1,5 +1,8 @@
 """Runs that are interrupted, broken or bounded by time."""
 
+import contextlib
+import errno
+import hashlib
 import itertools
 import json
 import os
@@ -206,63 +209,61 @@ def test_a_step_in_which_the_process_was_stopped_is_not_training_time(recipe, tm
 
 def test_a_start_reads_each_file_of_a_checkpoint_once_to_verify_it(recipe, tmp_path, monkeypatch):
     assert small_run.run(recipe, "--run-dir", tmp_path / "run") == 0
-    read, checksum = [], checkpoint._sha256
-    monkeypatch.setattr(checkpoint, "_sha256", lambda path: (read.append(path), checksum(path))[1])
+    read, digest = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest",
+                        lambda file, name: (read.append(Path(file.name)), digest(file, name))[1])
     assert small_run.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3) == 0
-    before = [path for path in read if "2" in path.relative_to(tmp_path / "run" / "checkpoints").parts]
+    before = [path for path in read if path.is_relative_to(tmp_path / "run" / "checkpoints" / "2")]
     assert before
     assert len(before) == len(set(before))
 
 
+def fail_saves(monkeypatch, count: int) -> list[int]:
+    """Makes the first saves fail, once their files are written. Returns the steps of those so far."""
+    failed, sync = list[int](), checkpoint.sync
+
+    def full(written):
+        if len(failed) < count:
+            failed.append(int(written.name))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(written))
+        sync(written)
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    return failed
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_failed_save_is_tried_once_more_at_the_next_step(recipe, tmp_path, capsys, monkeypatch, failures):
-    folder, finish, failed = tmp_path / "run", Checkpoints._finish, []
+    def failure(self):  # the save has ended when the next step looks
+        with contextlib.suppress(CheckpointError):
+            return self.wait()
+        return CheckpointError("the checkpoint of step 3 could not be written.")
 
-    def sometimes(self, step, response, loss):
-        response.result()
-        if len(failed) < failures:
-            failed.append(step)
-            raise CheckpointError(f"the checkpoint of step {step} could not be written.")
-        finish(self, step, response, loss)
-
-    # So that the save has ended when the next step looks.
-    failure = Checkpoints.failure
-    monkeypatch.setattr(Checkpoints, "failure", lambda self: (
-        self._pending is not None and self._pending.exception(), failure(self))[1])
-    monkeypatch.setattr(Checkpoints, "_finish", sometimes)
+    folder, failed = tmp_path / "run", fail_saves(monkeypatch, failures)
+    monkeypatch.setattr(Checkpoints, "failure", failure)
     code = small_run.run(recipe, "--run-dir", folder, "--train.steps", 6, "--checkpoint.every-steps", 3)
-    told = capsys.readouterr().err
-    assert "the checkpoint of step 3 could not be written. Trying once more." in " ".join(told.split())
+    printed = capsys.readouterr().err
+    assert "the checkpoint of step 3 could not be written. Trying once more." in " ".join(printed.split())
     if failures == 1:
         assert (code, small_run.saved_steps(folder)) == (0, [4, 6])
     else:
         assert (code, failed, small_run.saved_steps(folder)) == (1, [3, 4], [])
-        assert "the checkpoint of step 4 could not be written" in told
 
 
 @pytest.mark.parametrize("then", ["the end", "a signal", "an error of the call"])
 def test_a_failed_save_is_tried_once_more_whatever_comes_next(recipe, tmp_path, monkeypatch, then):
-    folder, failed = tmp_path / "run", []
-    save, finish = Checkpoints.save, Checkpoints._finish
+    folder, failed, save = tmp_path / "run", list[int](), Checkpoints.save
 
-    def fail_once(step):
+    def fail_once(self, step, items, **options):
         if not failed:
             failed.append(step)
             raise CheckpointError(f"the checkpoint of step {step} could not be written.")
-
-    def save_in_background(self, step, response, loss):
-        response.result()
-        if then != "an error of the call":
-            fail_once(step)
-        finish(self, step, response, loss)
-
-    def start_save(self, step, items, **options):
-        if then == "an error of the call":
-            fail_once(step)
         save(self, step, items, **options)
 
-    monkeypatch.setattr(Checkpoints, "_finish", save_in_background)
-    monkeypatch.setattr(Checkpoints, "save", start_save)
+    if then == "an error of the call":
+        monkeypatch.setattr(Checkpoints, "save", fail_once)
+    else:
+        failed = fail_saves(monkeypatch, 1)
     if then == "a signal":
         moving(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
     steps = 4 if then == "a signal" else 2
@@ -304,7 +305,7 @@ def test_a_resumed_run_verifies_what_the_first_start_did_not(tmp_path, capsys, m
     (shard,) = small_run.make(tmp_path).parent.glob("tokens/train-*.bin")
     command = (tmp_path / "tiny.py", "--run-dir", tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Verification, "_verify", lambda self, verify: None)
+        patch.setattr(language.LanguageModelling, "verify", lambda self: None)
         patch.setattr(Verification, "wait", wait)
         assert small_run.run(*command) == 0
     tokens = np.fromfile(shard, np.uint16)
@@ -432,16 +433,15 @@ def test_a_run_whose_metrics_are_taken_away_keeps_its_lines(recipe, tmp_path, ca
 
 @pytest.mark.thorough
 def test_a_run_whose_folder_goes_during_a_save_is_saved_beside_it(recipe, tmp_path, monkeypatch):
-    folder, finish = tmp_path / "run", Checkpoints._finish
+    folder, sync = tmp_path / "run", checkpoint.sync
 
-    def deleted(self, step, response, loss):
-        response.result()
-        if self.directory.parent == folder:
+    def deleted(written):
+        if written.is_relative_to(folder):
             shutil.rmtree(folder)
-            (folder / "checkpoints" / "unfinished" / str(step) / "parameters").mkdir(parents=True)  # as Orbax does
-        finish(self, step, response, loss)
+            (written / "parameters").mkdir(parents=True)  # as Orbax does
+        sync(written)
 
-    monkeypatch.setattr(Checkpoints, "_finish", deleted)
+    monkeypatch.setattr(checkpoint, "sync", deleted)
     assert small_run.run(recipe, "--run-dir", folder) == 1
     assert small_run.saved_steps(tmp_path / "run.deleted-while-training") == [2]
     lines = small_run.lines(tmp_path / "run.deleted-while-training")
