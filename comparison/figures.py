@@ -232,7 +232,7 @@ accuracy_against = partial(loss_against, quantity="accuracy")
 
 
 @dataclass
-class _Place:
+class _SetUp:
     """Runs of one set-up: one position on the axis, and one value of the tuned field."""
 
     runs: list[Run] = field(default_factory=list)
@@ -255,7 +255,7 @@ class _Arm:
     first: Run
     fields: dict[str, Any]
     """The fields that all of them share."""
-    places: dict[Any, dict[Any, _Place]] = field(default_factory=dict)
+    places: dict[Any, dict[Any, _SetUp]] = field(default_factory=dict)
     """By position on the axis, and by value of the tuned field."""
     label: str = ""
 
@@ -280,7 +280,7 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
             if run.name in unfinished or run.name in unmeasured:
                 continue
             place = arm.places.setdefault(place_of(run), {}).setdefault(
-                _on_axis(run.setup_fields.get(tuned)) if tuned else None, _Place())
+                _on_axis(run.setup_fields.get(tuned)) if tuned else None, _SetUp())
             value = run.final(quantity)
             if run.seed in [other.seed for other in place.runs]:
                 twice.append(run.name)
@@ -323,7 +323,7 @@ def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str], name: str) -> Non
             arm.label = f"{name}, as {arm.first.name}"
 
 
-def _best(places: dict[Any, _Place], sign: int) -> Any:
+def _best(places: dict[Any, _SetUp], sign: int) -> Any:
     """The key of the place with the lowest (``sign`` 1) or highest (−1) mean.
 
     Means are over the seeds that all places share, or over all seeds if they share none. A place with a failed run is
@@ -512,7 +512,7 @@ def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if not is_of(name, ("model.attention", "model.modes"))}
 
 
-def _difference(pair: PairedDifference, baseline: str, label: str, place: _Place) -> tuple[Point, tuple[str, ...]]:
+def _difference(pair: PairedDifference, baseline: str, label: str, place: _SetUp) -> tuple[Point, tuple[str, ...]]:
     interval = pair.interval()
     verdict = "" if interval is None else "not significant" if not pair.is_shown() else (
         "higher" if pair.mean > 0 else "lower")

@@ -57,7 +57,7 @@ MOST_NUMBERS = 2**28
 FOLDERS = {"train": "train", "val": "dev", "test": "test"}
 """Start of the names of a split's folders."""
 _VERSION = 2
-_AT_ONCE = 10 * RATE
+SAMPLES_AT_ONCE = 10 * RATE
 
 
 class _Index(TypedDict):
@@ -382,8 +382,8 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
     options = kaldi_native_fbank.FbankOptions()
     options.frame_opts.samp_freq, options.frame_opts.dither, options.mel_opts.num_bins = RATE, 0.0, BINS
     bank = kaldi_native_fbank.OnlineFbank(options)
-    for start in range(0, len(samples_S), _AT_ONCE):  # a list of all would take eight times the memory
-        bank.accept_waveform(RATE, (samples_S[start : start + _AT_ONCE] * 32768).tolist())  # of 16-bit samples
+    for start in range(0, len(samples_S), SAMPLES_AT_ONCE):  # a list of all would take eight times the memory
+        bank.accept_waveform(RATE, (samples_S[start : start + SAMPLES_AT_ONCE] * 32768).tolist())  # of 16-bit samples
     bank.input_finished()
     frames = [bank.get_frame(number) for number in range(bank.num_frames_ready)]
     return np.stack(frames) if frames else np.zeros((0, BINS), np.float32)

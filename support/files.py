@@ -19,7 +19,7 @@ from support.locks import locked
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
 """Names of the folders of :func:`replacing`."""
 _LOCK = "lineargpt.lock"
-_cleaned: set[Path] = set()
+cleaned_folders: set[Path] = set()
 """Folders in which this process has looked for leftovers."""
 
 
@@ -62,8 +62,8 @@ def temporary_folder(path: Path) -> Iterator[Path]:
     """A new folder next to an absolute ``path``, deleted at the end; after a kill, by the next process that makes one
     there. A lock in it means that its process lives: process ids repeat, above all in containers, and other machines
     have their own."""
-    if path.parent not in _cleaned:
-        _cleaned.add(path.parent)
+    if path.parent not in cleaned_folders:
+        cleaned_folders.add(path.parent)
         _delete_leftovers(path.parent)
     while True:
         try:

@@ -61,8 +61,8 @@ class Distributed:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """This process among all."""
+class Member:
+    """This process, one of those that train together."""
 
     coordinator: str
     count: int
@@ -72,10 +72,10 @@ class _Place:
 
 
 @dataclass
-class _Team:
+class Team:
     """The joined processes."""
 
-    place: _Place
+    member: Member
     client: Any
     woken: socket.socket
     """Receives a byte for each signal, while the main thread may be waiting."""
@@ -114,7 +114,8 @@ class _Team:
         return self.key("values", self._values), self._values
 
 
-_team: _Team | None = None
+current_team: Team | None = None
+"""The processes that this one has joined, if any."""
 
 
 def join(flags: Distributed) -> None:
@@ -124,15 +125,15 @@ def join(flags: Distributed) -> None:
         ConfigError: flags are missing or do not fit together, or the launcher does not say who the others are.
         TrainingError: a process did not come within ``wait_seconds``.
     """
-    global _team
-    place = _place(flags)
-    if place is None:
+    global current_team
+    member = member_of(flags)
+    if member is None:
         return
-    bound = call_roll(place.coordinator, place.count, place.index, flags.wait_seconds)
+    bound = call_roll(member.coordinator, member.count, member.index, flags.wait_seconds)
     # JAX's service for preemptions handles SIGTERM, and the loop does.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        place.coordinator, place.count, place.index, place.local_device_ids, cluster_detection_method="deactivate",
+        member.coordinator, member.count, member.index, member.local_device_ids, cluster_detection_method="deactivate",
         coordinator_bind_address=bound,  # by default it listens at all addresses of the machine
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
     from jax._src import distributed  # its store of keys and values has no public name
@@ -140,21 +141,21 @@ def join(flags: Distributed) -> None:
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-    _team = _Team(place, distributed.global_state.client, woken, wakes)
-    if place.index > 0:
-        print_only_errors(f"process {place.index}")
-    _team.watch = threading.Thread(target=_watch, args=(_team,), name="processes", daemon=True)
-    _team.watch.start()
+    current_team = Team(member, distributed.global_state.client, woken, wakes)
+    if member.index > 0:
+        print_only_errors(f"process {member.index}")
+    current_team.watch = threading.Thread(target=_watch, args=(current_team,), name="processes", daemon=True)
+    current_team.watch.start()
     jax.devices()  # exchanges the devices of all processes
 
 
-def _place(flags: Distributed) -> _Place | None:
+def member_of(flags: Distributed) -> Member | None:
     given = {f"distributed.{name}": getattr(flags, name) for name in ("coordinator", "processes", "process")}
     check_options(flags, "distributed")
     if flags.processes == 1:
         return None
     if all(value is None for value in given.values()):
-        return _place_by_launcher()
+        return _member_by_launcher()
     if missing := [name for name, value in given.items() if value is None]:
         raise ConfigError(f"expected {' and '.join(missing)} beside "
                           f"{' and '.join(name for name in given if name not in missing)}")
@@ -165,10 +166,10 @@ def _place(flags: Distributed) -> _Place | None:
     if not 0 <= index < count:
         raise ConfigError(f"distributed.process is {index}; expected 0 to {count - 1}: there are {count} "
                           "processes")
-    return _Place(coordinator, count, index)
+    return Member(coordinator, count, index)
 
 
-def _place_by_launcher() -> _Place | None:
+def _member_by_launcher() -> Member | None:
     """What the launcher says, as jax reads it; None if it started one process, or there is none."""
     from jax._src import clusters
 
@@ -187,7 +188,7 @@ def _place_by_launcher() -> _Place | None:
             # jax gives each of several processes of a machine one device.
             shared = _shares_machine(kind.name) and "JAX_LOCAL_DEVICE_IDS" not in os.environ
             local = kind.get_local_process_id() if shared else None
-            return _Place(address, count, kind.get_process_id(), None if local is None else [local])
+            return Member(address, count, kind.get_process_id(), None if local is None else [local])
         except (RuntimeError, KeyError, ValueError) as error:
             raise ConfigError(f"{kind.__name__.removesuffix('Cluster')} does not say which processes belong to the "
                               f"run ({error}); give distributed.coordinator, distributed.processes and "
@@ -209,35 +210,35 @@ def _shares_machine(launcher: str) -> bool:
 
 def several() -> bool:
     """Whether the run has several processes."""
-    return _team is not None
+    return current_team is not None
 
 
 def is_first() -> bool:
     """Whether this process decides and writes."""
-    return _team is None or _team.place.index == 0
+    return current_team is None or current_team.member.index == 0
 
 
 def from_first[T](value: Callable[[], T]) -> T:
     """Process 0's ``value()``, on all processes, which must call this in the same order. Tuples become lists."""
-    if _team is None:
+    if current_team is None:
         return value()
-    key, number = _team.next_key()
+    key, number = current_team.next_key()
     if not is_first():
-        return _team.get(key)
+        return current_team.get(key)
     found = value()
-    _team.set(key, found)
+    current_team.set(key, found)
     if number > LATEST_VALUES:
-        _team.client.key_value_delete(_team.key("values", number - LATEST_VALUES))
+        current_team.client.key_value_delete(current_team.key("values", number - LATEST_VALUES))
     return found
 
 
 def _from_all(value: Any) -> list[Any]:
     """The value of each process, on all."""
-    if _team is None:
+    if current_team is None:
         return [value]
-    key, _ = _team.next_key()
-    _team.set(f"{key}/{_team.place.index}", value)
-    return [_team.get(f"{key}/{index}") for index in range(_team.place.count)]
+    key, _ = current_team.next_key()
+    current_team.set(f"{key}/{current_team.member.index}", value)
+    return [current_team.get(f"{key}/{index}") for index in range(current_team.member.count)]
 
 
 @contextmanager
@@ -282,7 +283,7 @@ def check_shared(folder: Path) -> None:
     Raises:
         ConfigError: on all processes, if one does not.
     """
-    if _team is None:
+    if current_team is None:
         return
     marker = Path(folder) / from_first(lambda: f".shared-{uuid.uuid4().hex}")
     if is_first():
@@ -312,8 +313,8 @@ def _appears(path: Path, seconds: float = 10.0) -> bool:
 
 def signals_of_others() -> Iterator[int]:
     """The signals that other processes have received since the last call, within a second or two; process 0 only."""
-    while _team is not None and _team.signals:
-        yield _team.signals.popleft()
+    while current_team is not None and current_team.signals:
+        yield current_team.signals.popleft()
 
 
 def run_together(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None, *,
@@ -336,12 +337,12 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
     try:
         code = run_command(prog, agreed, arguments, flags=flags, describe=describe)
     except SystemExit as error:  # of a signal
-        if _team is None:
+        if current_team is None:
             raise
         code = error.code if isinstance(error.code, int) else FAILURE
         reported.append("a signal ended it")
     except BaseException as error:
-        if _team is None:
+        if current_team is None:
             raise
         reported.append(f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -350,18 +351,18 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
             time.sleep(2 * HEARTBEAT_SECONDS)
         traceback.print_exc(file=error_stream())
         code = FAILURE
-    if _team is not None:
+    if current_team is not None:
         if not together:
-            _fail(_team, code, reported[-1] if reported else "see its output")
-        _leave(_team)
+            _fail(current_team, code, reported[-1] if reported else "see its output")
+        _leave(current_team)
     return code
 
 
-def _leave(team: _Team) -> None:
+def _leave(team: Team) -> None:
     """Ends together with the others."""
     key, _ = team.next_key()
-    team.set(f"{key}/{team.place.index}", True)
-    for index in range(team.place.count):  # a long wait: process 0 may still be writing a checkpoint
+    team.set(f"{key}/{team.member.index}", True)
+    for index in range(team.member.count):  # a long wait: process 0 may still be writing a checkpoint
         team.get(f"{key}/{index}")
     team.leaves = True
     signal.set_wakeup_fd(-1)
@@ -371,32 +372,32 @@ def _leave(team: _Team) -> None:
     jax.distributed.shutdown()
 
 
-def _fail(team: _Team, code: int, text: str) -> None:
+def _fail(team: Team, code: int, text: str) -> None:
     """Ends this process with an exit code, and the others through :func:`_watch`."""
     team.leaves = True
     with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
-        team.set(team.key("failed", team.place.index), [code, text])
+        team.set(team.key("failed", team.member.index), [code, text])
         deadline = time.monotonic() + ANSWER_SECONDS
         # Process 0 ends last: without its service the others abort.
         while is_first() and time.monotonic() < deadline:
-            if len({*team.all("failed"), *team.all("ended")}) == team.place.count:
+            if len({*team.all("failed"), *team.all("ended")}) == team.member.count:
                 time.sleep(POLL_SECONDS)
                 break
             time.sleep(0.1)
-    _exit(code)
+    exit_now(code)
 
 
 def fail(text: str) -> None:
     """Ends all processes of the run at once, from any thread."""
-    if _team is not None:
-        _fail(_team, FAILURE, text)
-    _exit(FAILURE)
+    if current_team is not None:
+        _fail(current_team, FAILURE, text)
+    exit_now(FAILURE)
 
 
-def _watch(team: _Team) -> None:
+def _watch(team: Team) -> None:
     """On a thread: tells process 0 of signals, or collects those of the others, and ends this process when another
     fails."""
-    index, sent = team.place.index, 0
+    index, sent = team.member.index, 0
     while not team.leaves:
         failed: dict[int, Any] = {}
         ready, *_ = select.select([team.woken], [], [], POLL_SECONDS)
@@ -415,14 +416,14 @@ def _watch(team: _Team) -> None:
             if team.leaves:
                 return
             report_error("process 0 is lost: its coordination service does not answer")
-            _exit(FAILURE)
+            exit_now(FAILURE)
         if failed and not team.leaves:
             other, (code, text) = next(iter(failed.items()))
             report_error(f"process {other} ended with exit code {code}: {text}")
-            _exit(code)
+            exit_now(code)
 
 
-def _exit(code: int) -> None:
+def exit_now(code: int) -> None:
     """Ends the process at once: JAX's end waits for all others."""
     output_stream().flush()
     error_stream().flush()

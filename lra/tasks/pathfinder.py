@@ -602,7 +602,7 @@ def generate(level: Level, seed: int, start: int, count: int, title: str = "imag
     return images
 
 
-_CODE = """
+WORKER_CODE = """
 import pickle, sys
 sys.path.insert(0, sys.argv[1])
 from lra.tasks import pathfinder
@@ -612,7 +612,7 @@ sys.stdout.buffer.write(pathfinder.draw_numbers(*pickle.load(sys.stdin.buffer)).
 
 def _in_process(level: Level, seed: int, numbers: range) -> np.ndarray:
     # multiprocessing would import the running script in each process, and with it jax and a model.
-    ended = subprocess.run([sys.executable, "-P", "-c", _CODE, str(Path(__file__).parents[2])],
+    ended = subprocess.run([sys.executable, "-P", "-c", WORKER_CODE, str(Path(__file__).parents[2])],
                            input=pickle.dumps((level, seed, numbers)), capture_output=True, check=False,
                            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     if ended.returncode:

@@ -21,7 +21,7 @@ from support.errors import ConfigError
 INITIAL_SCALE = 0.02
 """Standard deviation of GPT-2's initial weights; models rescale them to ``initial_scale``."""
 
-DecodeState = Literal["none", "constant", "window", "growing"]
+StateGrowth = Literal["none", "constant", "window", "growing"]
 
 OPEN_GATE_BIAS = {"sigmoid": 0.0, "silu": 1.2784645}
 """Initial bias of an output gate, with which it multiplies by 1: 2 sigmoid(0), silu(1.278…)."""
@@ -72,7 +72,7 @@ class SelfAttention(nnx.Module):
     """Whether the mode can be causal."""
     bidirectional: bool = False
     """Whether the mode can be bidirectional."""
-    decode_state: DecodeState = "none"
+    decode_state: StateGrowth = "none"
     """Growth of the decode state with the number of tokens; none: the mode has no cached decode."""
     prefix_exact: bool = True
     """An output never depends on later tokens, not even through bucketing."""

@@ -175,7 +175,7 @@ def test_processes_draw_what_one_process_draws(monkeypatch, small):
 
 def test_a_process_that_fails_is_told_of(monkeypatch):
     monkeypatch.setattr(pathfinder, "CHUNK", 32**2)
-    monkeypatch.setattr(pathfinder, "_CODE", "raise MemoryError('no room')")
+    monkeypatch.setattr(pathfinder, "WORKER_CODE", "raise MemoryError('no room')")
     with pytest.raises(DataError, match=r"exit code 1: MemoryError: no room"):
         pathfinder.generate(PATHFINDER, 3, 0, 2)
 
@@ -261,11 +261,12 @@ def test_a_length_that_is_no_image_is_refused_with_the_nearest_that_are(task, ma
 def test_images_are_not_held_beside_all_their_tokens(monkeypatch):
     """Three splits of images take a byte per pixel, their tokens two, and tokens are made split by split."""
     size = 2**22
-    monkeypatch.setattr(pathfinder, "_generated", lambda *_: (
-        np.zeros((size // 1024, 32, 32), np.uint8), np.arange(size // 1024, dtype=np.int32) % 2))
+    count = size // 1024
+    monkeypatch.setattr(pathfinder, "DEFAULT_EXAMPLES", dict.fromkeys(pathfinder.DEFAULT_EXAMPLES, count))
+    monkeypatch.setattr(pathfinder, "generate", lambda *_: np.zeros((count, 32, 32), np.uint8))
     tracemalloc.start()
     try:
-        load()
+        load(train_examples=count, val_examples=count)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -84,7 +84,7 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(folders, "_compute", refuse)
+    monkeypatch.setattr(folders, "log_mel", refuse)
     again = load(folder)
     assert again.checksum == first.checksum
     np.testing.assert_array_equal(texts_of(again, "train")["GO"], texts_of(first, "train")["GO"])
@@ -248,7 +248,7 @@ def test_the_samples_of_all_channels_and_the_numbers_of_an_array_are_limited(tmp
 def test_the_features_of_long_audio_are_those_of_one_piece(monkeypatch):
     samples_S = np.random.default_rng(0).normal(0, 0.1, 5_000).astype(np.float32)
     whole = folders.log_mel(samples_S)
-    monkeypatch.setattr(folders, "_AT_ONCE", 777)
+    monkeypatch.setattr(folders, "SAMPLES_AT_ONCE", 777)
     np.testing.assert_array_equal(folders.log_mel(samples_S), whole)
 
 

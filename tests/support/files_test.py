@@ -109,7 +109,7 @@ with files.replacing(Path(sys.argv[1])) as beside:
 @pytest.fixture
 def new_process(monkeypatch):
     """Makes this process one that has written nothing yet."""
-    monkeypatch.setattr(files, "_cleaned", set())
+    monkeypatch.setattr(files, "cleaned_folders", set())
 
 
 def test_what_a_killed_process_left_is_deleted_by_the_next_and_what_a_living_one_writes_is_not(tmp_path, new_process):

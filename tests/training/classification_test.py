@@ -117,7 +117,7 @@ def test_a_large_val_split_is_evaluated_in_evenly_spaced_examples(monkeypatch):
     dataset, seen = majority_task.dataset(val=100), []
     monkeypatch.setattr("training.objectives.examples.WHOLE_SPLIT", 50)
     objective = Classification(config(eval_batches=4), dataset)
-    monkeypatch.setattr(objective, "_figures",
+    monkeypatch.setattr(objective, "figures",
                         lambda parameters, variables, split, rows_N, sharding, stops: seen.append(rows_N))
     objective.evaluator(sharding(config()))(make_state())
     assert len(seen[0]) == 32

@@ -244,11 +244,11 @@ def test_the_launcher_says_which_processes_there_are(monkeypatch, environment, e
             monkeypatch.delenv(variable)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    place = processes._place(Distributed())
-    assert place == (None if expected is None else processes._Place(*expected))
-    assert processes._place(Distributed(processes=1)) is None
+    member = processes.member_of(Distributed())
+    assert member == (None if expected is None else processes.Member(*expected))
+    assert processes.member_of(Distributed(processes=1)) is None
     if environment:
-        assert processes._place(Distributed("host:1", 3, 2)) == processes._Place("host:1", 3, 2)
+        assert processes.member_of(Distributed("host:1", 3, 2)) == processes.Member("host:1", 3, 2)
 
 
 @pytest.mark.fast
@@ -279,17 +279,17 @@ class Store:
 
 
 @pytest.fixture
-def join_fake(monkeypatch) -> Iterator[Callable[[int], processes._Team]]:
+def join_fake(monkeypatch) -> Iterator[Callable[[int], processes.Team]]:
     """Makes this process one of two, whose end is an exception."""
-    teams: list[processes._Team] = []
+    teams: list[processes.Team] = []
 
     def exits(code: int) -> None:
         raise SystemExit(code)
 
-    def join(index: int) -> processes._Team:
-        team = processes._Team(processes._Place("host:1", 2, index), Store(), *socket.socketpair())
-        monkeypatch.setattr(processes, "_team", team)
-        monkeypatch.setattr(processes, "_exit", exits)
+    def join(index: int) -> processes.Team:
+        team = processes.Team(processes.Member("host:1", 2, index), Store(), *socket.socketpair())
+        monkeypatch.setattr(processes, "current_team", team)
+        monkeypatch.setattr(processes, "exit_now", exits)
         teams.append(team)
         return team
 

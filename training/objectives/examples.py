@@ -101,11 +101,11 @@ class ExampleObjective[C: RunConfig](ABC):
 
     def evaluator(self, sharding: NamedSharding) -> Evaluator:
         rows_N = evaluated(self.counts["val"], self.config.train)
-        return lambda state, stops=lambda: False: self._figures(
+        return lambda state, stops=lambda: False: self.figures(
             state.parameters, state.variables, "val", rows_N, sharding, stops)
 
     def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
-        figures = self._figures(parameters, variables, "test", np.arange(self.counts["test"]), sharding, lambda: False)
+        figures = self.figures(parameters, variables, "test", np.arange(self.counts["test"]), sharding, lambda: False)
         assert figures is not None  # nothing stops it
         return figures
 
@@ -113,8 +113,9 @@ class ExampleObjective[C: RunConfig](ABC):
         """Not supported."""
         return None
 
-    def _figures(self, parameters: Any, variables: Any, split: str, rows_N: np.ndarray, sharding: NamedSharding,
-                 stops: Callable[[], bool]) -> dict[str, float] | None:
+    def figures(self, parameters: Any, variables: Any, split: str, rows_N: np.ndarray, sharding: NamedSharding,
+                stops: Callable[[], bool]) -> dict[str, float] | None:
+        """The mean loss and the measure over rows of a split; None if ``stops`` returned true."""
         train = self.config.train
         # The batch size of training, to fit into memory.
         batches = list(in_batches(rows_N, train.batch_size // train.accumulate))
