@@ -63,10 +63,11 @@ class Launch:
 
 
 class PallasCall(NamedTuple):
-    """Key of a call of a Pallas kernel."""
+    """Key of a call of a Pallas kernel. Variants of one kernel may differ in their results alone."""
 
     name: str
     operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
 
 
 def launches(program: Program, kernels: Mapping[PallasCall, Work], graphed: set[str]) -> list[Launch]:
@@ -117,7 +118,7 @@ def _work(program: Program, instruction: Instruction, here: Computation,
     if instruction.opcode == "custom-call" and PALLAS in instruction.attributes:
         shapes = tuple(here[name].shape for name in instruction.operands)
         for call, work in kernels.items():
-            if call.operands == shapes and re.search(rf"\b{call.name}\b", where):
+            if (call.operands, call.results) == (shapes, instruction.outputs) and re.search(rf"\b{call.name}\b", where):
                 return call.name, work
         plain = f"a kernel that was not found: {where}"
     read, written, operations = sum(operands.values()), instruction.bytes, Counter[str]()
@@ -211,8 +212,8 @@ def pallas_kernels(traced: Any) -> dict[PallasCall, Work]:
     found: dict[PallasCall, Work] = {}
     for equation in _equations(traced):
         if equation.primitive.name == "pallas_call":
-            operands = tuple(_shape(x.aval) for x in equation.invars)
-            found[PallasCall(str(equation.params["name"]), operands)] = _pallas_work(equation)
+            shapes = (tuple(_shape(x.aval) for x in arrays) for arrays in (equation.invars, equation.outvars))
+            found[PallasCall(str(equation.params["name"]), *shapes)] = _pallas_work(equation)
     return found
 
 

@@ -71,12 +71,14 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
   ROOT %copied = f32[1,64,2,8]{3,2,1,0} copy(%call.1)
 }
 """
-MIX = PallasCall("mix_forward", (Shape("bf16", (1, 64, 2, 8)),) * 2)
+MIX = PallasCall("mix_forward", (Shape("bf16", (1, 64, 2, 8)),) * 2, (Shape("f32", (1, 64, 2, 8)),))
 
 
 def test_launches_bytes_and_operations_of_a_program():
     work = Work(1, 2, 3, {"bf16": 4})
-    sliced, product, update, flash, ours, cublas, copied = launches(read_program(PROGRAM), {MIX: work}, {"y", "copied"})
+    other = MIX._replace(results=MIX.results * 2)
+    sliced, product, update, flash, ours, cublas, copied = launches(
+        read_program(PROGRAM), {other: Work(0, 0, 0), MIX: work}, {"y", "copied"})
     assert [launch.count for launch in (sliced, product, update, flash, ours, copied)] == [7, 7, 7, 1, 1, 1]
     # Of 100 rows ten are read, and written in another format; the index is read too.
     assert (sliced.work.read, sliced.work.written) == (10 * 8 * 4 + 4, 10 * 8 * 2)
@@ -109,7 +111,7 @@ def test_a_kernel_moves_its_blocks_in_every_program():
     traced = jax.jit(lambda x, y: lax.scan(lambda c, _: (call(x, y).sum(), None), 0.0, length=2)[0]).trace(
         *(jax.ShapeDtypeStruct((rows, 32), jnp.float32) for rows in (64, 48)))
     (found, work), = pallas_kernels(traced.jaxpr).items()
-    assert found == PallasCall("products", (Shape("f32", (64, 32)), Shape("f32", (48, 32))))
+    assert found == PallasCall("products", (Shape("f32", (64, 32)), Shape("f32", (48, 32))), (Shape("f32", (64, 48)),))
     assert (work.read, work.written) == ((64 + 48) * 32 * 4, 64 * 48 * 4)
     assert work.moved == 12 * (2 * 16 * 32 + 16 * 16) * 4
     assert work.operations == {"f32x3": 12 * 5 * 2 * 16 * 16 * 32}
