@@ -20,7 +20,7 @@ query, key and value projections, initialised as copies of the ordinary ones, as
 ``window`` keys and values, and those of the global tokens with both projections.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -132,12 +132,12 @@ class Attention(SelfAttention):
         seen_B = state.window.seen_B
 
         def with_global_rows() -> tuple[Array, KeyValueCache]:
-            k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :early], positions_BT)
+            k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :early], positions_BT, decoding=True)
             globals_ = self._append_global(state.among_globals, k_BSHD, v_BSHD, seen_B, lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
-            rows_BTHD = one_group(self._global_queries(x_BTE[:, :early], positions_BT), globals_.k_BHSD,
-                                   globals_.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
-                                   _tags(B, self.config.global_tokens, None), _sees_past)
+            q_BTHD = self._global_queries(x_BTE[:, :early], positions_BT, decoding=True)
+            rows_BTHD = one_group(q_BTHD, globals_.k_BHSD, globals_.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
+                                  _tags(B, self.config.global_tokens, None), _sees_past)
             is_global_BT11 = (t_BT < self.config.global_tokens)[..., None, None]
             rows_BTHD = jnp.where(is_global_BT11, rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, :early])
             return jnp.concatenate([rows_BTHD, y_BTHD[:, early:]], axis=1), globals_
@@ -254,14 +254,18 @@ class Attention(SelfAttention):
         return globals_.append(k_BTHD[:, :early], v_BTHD[:, :early],
                            count_B if lengths_B is None else jnp.minimum(count_B, lengths_B))
 
-    def _global_key_values(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array]:
-        weights = [HeadWeights(*linear.parameters) for linear in (self.global_key, self.global_value)]
-        (k_BTHD, v_BTHD), _ = project_heads(x_BTE, weights, heads=self.heads)
+    def _global_key_values(self, x_BTE: Array, positions_BT: Array | None, *, decoding: bool = False,
+                           ) -> tuple[Array, Array]:
+        k_BTHD, v_BTHD = self._global_heads(x_BTE, [self.global_key, self.global_value], decoding)
         return k_BTHD if positions_BT is None else rotate(k_BTHD, positions_BT[:, :x_BTE.shape[1]]), v_BTHD
 
-    def _global_queries(self, x_BTE: Array, positions_BT: Array | None) -> Array:
-        (q_BTHD,), _ = project_heads(x_BTE, [HeadWeights(*self.global_query.parameters)], heads=self.heads)
+    def _global_queries(self, x_BTE: Array, positions_BT: Array | None, *, decoding: bool = False) -> Array:
+        q_BTHD, = self._global_heads(x_BTE, [self.global_query], decoding)
         return q_BTHD if positions_BT is None else rotate(q_BTHD, positions_BT[:, :x_BTE.shape[1]])
+
+    def _global_heads(self, x_BTE: Array, linears: Sequence[Linear], decoding: bool) -> list[Array]:
+        weights = [HeadWeights(*linear.parameters) for linear in linears]
+        return project_heads(x_BTE, weights, heads=self.heads, before=() if decoding else None)[0]
 
 
 class _Documents(NamedTuple):
