@@ -114,7 +114,6 @@ def test_a_file_that_cannot_be_read_is_named(directory):
 
 
 def test_the_same_tokens_prepared_again_have_another_state(directory):
-
     files = TokenFiles.open(directory)
     state = files.state("val")
     assert state != files.state("train")
