@@ -107,10 +107,11 @@ class Tile(NamedTuple):
     """The tile of a program: a token a row, a channel a column, filled up to powers of two."""
 
     row_RD: Array
-    """Of each place, like the two that follow."""
+    """Row of each element."""
     column_RD: Array
+    """Column of each element."""
     among_RD: Array
-    """Whether it is one of a token and a channel."""
+    """Whether each element is one of a token and a channel, not filled up."""
     first: Array
     """The tile's first token in its sequence."""
     D: int

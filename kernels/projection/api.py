@@ -28,8 +28,8 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
     return y_BTF if bias_F is None else y_BTF + bias_F[None, None].astype(y_BTF.dtype)
 
 
-def project_to_float32(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]]
-                 ) -> list[Float[Array, "B T F"]]:
+def project_to_float32(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]],
+                       ) -> list[Float[Array, "B T F"]]:
     """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's dtype, with results in float32 or better.
 
     One token on a GPU takes a single launch, which is not differentiable.
