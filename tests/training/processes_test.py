@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 from data.prepare import prepare
+from data.sources.source import Selection
 from support import interrupts
 from support.errors import ConfigError, DataError
 from tests import several_devices, small_run
@@ -82,7 +83,7 @@ def make_long(folder: Path) -> Path:
     """The recipe, with a val split of a million tokens."""
     folder.mkdir()
     (folder / "text.txt").write_text("".join(f"{number} is {number * 7}\n" for number in range(150_000)))
-    prepare(str(folder / "text.txt"), "bytes", folder / "tokens", val_share=0.5, progress=False)
+    prepare(str(folder / "text.txt"), "bytes", folder / "tokens", Selection(val_share=0.5), progress=False)
     (folder / "tiny.py").write_text(small_run.RECIPE)
     return folder / "tiny.py"
 
