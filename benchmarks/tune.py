@@ -13,6 +13,7 @@ stay unless it is 3 % faster. Other rows of the table stay as they are.
 import functools
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import report, timing
+from compilation.machine_code import overwriting_kernels
+from compilation.target import compile_lowered, dump_options
 from kernels import device
 from kernels.cases import find_cases
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
@@ -114,7 +117,7 @@ def prepare(candidate: tuning.Row, case: LinearAttentionCase) -> Callable[[], An
     """The call with the candidate's tiles, compiled and checked.
 
     Raises:
-        ValueError: an error exceeds the tolerance of the case.
+        ValueError: an error exceeds the tolerance of the case, or the compiler's code is unsafe.
     """
     inputs, expected = reference(case)
 
@@ -122,7 +125,10 @@ def prepare(candidate: tuning.Row, case: LinearAttentionCase) -> Callable[[], An
         state = zero_state(case.B, case.H, case.M, case.D)
         return pallas_gpu.attend(q, k, v, state, None, True, functools.partial(tuning.plan, row=candidate))[0]
 
-    compiled = jax.jit(both_passes(attend)).lower(*inputs).compile()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = compile_lowered(jax.jit(both_passes(attend)).lower(*inputs), dump_options(Path(folder)))
+        if overwriting := overwriting_kernels(Path(folder)):
+            raise ValueError(f"{overwriting[0]} copies the next tokens over operands that wgmma may still read")
     for name, found, exact in zip(("y", "dq", "dk", "dv"), compiled(*inputs), expected, strict=True):
         if not (error := float(error_of(found, exact))) <= case.tolerance:
             raise ValueError(f"error of {name} is {error:.1e}, more than {case.tolerance:.1e}")

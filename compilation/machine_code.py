@@ -16,6 +16,10 @@ CONTROL = ("kSequential", "kWhile", "kConditional")
 """What XLA lists beside launches: these contain launches."""
 ENTRY = re.compile(r"\.entry (\w+)")
 ATOMIC_ADDITION = re.compile(r"\b(atom|red)\.(?=[\w.:]*\badd\b)(?=[\w.:]*\bb?f(16|32|64))")
+LOOP = re.compile(r"^(\$L\w+):(.*?)^[^\n]*\bbra(?:\.uni)?\s+\1;", re.MULTILINE | re.DOTALL)
+ASYNCHRONOUS = re.compile(r"(cp\.async\.c[ag]|(?:cp\.async|wgmma)\.commit_group|wgmma\.wait_group)\S*\s*(\d*)")
+NEXT_BUFFER = re.compile(r"setp\.gt\.s32\s+(%p\d+), (%r\d+), (\d+);\s+selp\.b32\s+%r\d+, 0, \2, \1;")
+"""The index of a ring of buffers, after the last of which comes 0."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Kernel:
     """Per block."""
     serialised: str | None = None
     """Why its wgmma instructions are serialised."""
+    overwrites: bool = False
+    """Whether a copy may overwrite what wgmma still reads; see :func:`overwrites_operands`."""
 
     @property
     def ours(self) -> bool:
@@ -46,6 +52,8 @@ class Kernel:
             found.append(f"spills registers, {self.spilled_bytes:,} bytes")
         if self.serialised is not None:
             found.append(f"serialises wgmma, due to {self.serialised}")
+        if self.overwrites:
+            found.append("copies the next tokens over operands that wgmma may still read")
         if self.shared_bytes > shared_limit:
             found.append(f"needs {self.shared_bytes:,} bytes of shared memory, but a block has {shared_limit:,}")
         return found
@@ -104,18 +112,29 @@ def inspect(dump: Path, architecture: str) -> MachineCode:
     Raises:
         BenchmarkError: there is no kernel, or the assembler refuses one.
     """
-    text = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
-    launches = read_launches(text)
+    listed = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
+    launches = read_launches(listed)
+    sources = read_sources(dump)
+    overwriting, kernels = overwriting_kernels(dump), []
+    for kernel in read_assembler(assemble([path for path, text in sources.items() if any(
+            name.startswith(our_kernels()) for name in ENTRY.findall(text))], architecture)):
+        threads, shared = launches.get(kernel.name, (None, 0))
+        kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared,
+                               overwrites=kernel.name in overwriting))
+    return MachineCode(kernels, count_launches(listed), find_atomics("\n".join(sources.values())))
+
+
+def read_sources(dump: Path) -> dict[Path, str]:
+    """The files with kernels of a compiled program, from its dump.
+
+    Raises:
+        BenchmarkError: there is none.
+    """
     # Constants have a file of their own.
-    sources = {path: source for path in sorted(dump.glob("*.ptx")) if ".entry" in (source := path.read_text())}
+    sources = {path: text for path in sorted(dump.glob("*.ptx")) if ".entry" in (text := path.read_text())}
     if not sources:
         raise BenchmarkError("the compiler has written no kernel")
-    kernels = []
-    for kernel in read_assembler(assemble([path for path, source in sources.items() if any(
-            name.startswith(our_kernels()) for name in ENTRY.findall(source))], architecture)):
-        threads, shared = launches.get(kernel.name, (None, 0))
-        kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
-    return MachineCode(kernels, count_launches(text), find_atomics("\n".join(sources.values())))
+    return sources
 
 
 def assemble(paths: Sequence[Path], architecture: str) -> str:
@@ -134,10 +153,50 @@ def assemble(paths: Sequence[Path], architecture: str) -> str:
     return output
 
 
+def split_kernels(text: str) -> list[tuple[str, str]]:
+    """Name and code of each kernel in an assembler's source."""
+    parts = ENTRY.split(text)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
 def find_atomics(text: str) -> tuple[str, ...]:
     """The kernels of an assembler's source that add floating-point numbers atomically."""
-    parts = ENTRY.split(text)
-    return tuple(name for name, source in zip(parts[1::2], parts[2::2], strict=True) if ATOMIC_ADDITION.search(source))
+    return tuple(name for name, code in split_kernels(text) if ATOMIC_ADDITION.search(code))
+
+
+def overwriting_kernels(dump: Path) -> list[str]:
+    """The kernels of a compiled program whose copies may overwrite what they still read, from its dump.
+
+    Raises:
+        BenchmarkError: there is no kernel.
+    """
+    return [name for text in read_sources(dump).values() for name, code in split_kernels(text)
+            if overwrites_operands(code)]
+
+
+def overwrites_operands(code: str) -> bool:
+    """Whether a loop of a kernel copies the tokens of a later step into a buffer that wgmma may still read.
+
+    Triton copies the operands of later steps into a ring of buffers, and leaves the last wgmma of a step unfinished
+    until the next one. A step is copied while it is unfinished into the buffer that it reads, if the ring has no more
+    buffers than there are steps in flight. On an H200 such a kernel returned other results in each run.
+    """
+    start = 0
+    for loop in LOOP.finditer(code):
+        steps = [(kind, int(number or 0)) for kind, number in ASYNCHRONOUS.findall(loop[2])]
+        before, start = ASYNCHRONOUS.findall(code[start:loop.start()]), loop.end()
+        groups = sum(kind == "cp.async.commit_group" for kind, _ in steps)
+        ring = max((int(last) + 1 for *_, last in NEXT_BUFFER.findall(loop[2])), default=1)
+        in_flight = sum(kind == "cp.async.commit_group" for kind, _ in before) / groups if groups else 0
+        unfinished = 0
+        for kind, number in 2 * steps:
+            if kind == "wgmma.commit_group":
+                unfinished += 1
+            elif kind == "wgmma.wait_group":
+                unfinished = min(unfinished, number)
+            elif kind.startswith("cp.async.c") and kind != "cp.async.commit_group" and unfinished and ring <= in_flight:
+                return True
+    return False
 
 
 @functools.cache

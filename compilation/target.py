@@ -120,8 +120,7 @@ class Target:
             lowered = traced.lower()
         options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **flags}
         if dump is not None:
-            # An expression that names no pass keeps the many texts of the passes out of the folder.
-            options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}
+            options |= dump_options(dump)
         return compile_lowered(lowered, options)
 
     @cached_property
@@ -133,6 +132,12 @@ class Target:
         if found is None:
             raise ValueError(f"the description of a GPU lacks {pattern!r}")
         return found[1]
+
+
+def dump_options(folder: Path) -> dict[str, Any]:
+    """XLA's options for the assembly and the lists of launches of a program, in an empty folder."""
+    # An expression that names no pass keeps the many texts of the passes out of the folder.
+    return {"xla_dump_to": str(folder), "xla_dump_emitter_re": "^(ptx|asm).*"}
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:

@@ -120,8 +120,9 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
     queries = None
     if dtype == "bfloat16" and backward.tile < M <= 128 and D <= 128 and not segments:
         # With all columns in one tile, one launch computes e and dq. Shorter chunks and more warps leave registers for
-        # it; three stages take 83 KiB of shared memory, which every device has.
-        queries = Tiles(chunk=32, tile=M, warps=8, stages=3)
+        # it. In more than one stage Triton copies tokens over operands that wgmma may still read: on an H200 dq and dk
+        # differed from run to run (``compilation.machine_code.overwrites_operands``).
+        queries = Tiles(chunk=32, tile=M, warps=8, stages=1)
     return Row(kind, M, D, dtype, length, forward, backward, queries)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from ..cases import REFERENCE, Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
 from .api import cached_attention, softmax_attention
@@ -112,7 +113,7 @@ def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
 def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str = "decode", B: int = 3,
             tolerance: float | None = None, log_decay: LogDecay | None = None) -> CachedCase:
     """Small, with smaller blocks."""
-    bytes_of_16_keys = 16 * D * jnp.dtype(dtype).itemsize
+    bytes_of_16_keys = 16 * pl.next_power_of_2(D) * jnp.dtype(dtype).itemsize
     return CachedCase(B, T, S, 2, D, dtype=dtype, implementations=(implementation,), gradients=False,
                       gpu_kernels=("softmax_decode_",) if implementation == "decode" else (),
                       title=f"{implementation}, T{T} S{S} D{D} {dtype}" + (f", {log_decay} decay" if log_decay else ""),

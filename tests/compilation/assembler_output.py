@@ -34,6 +34,26 @@ shared_memory: 118784 bytes
 041: kCopy         [prev=039 (2) | sink         ] kCopy
 """
 LIMIT = 232_448
+PIPELINE = """\
+.visible .entry linear_attention_dq(
+\tcp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r9;
+\tcp.async.commit_group;
+\tcp.async.cg.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 0x10, %r9;
+\tcp.async.commit_group;
+$L__BB0_4:
+\tcp.async.wait_group \t1;
+\twgmma.commit_group.sync.aligned;
+\twgmma.wait_group.sync.aligned 0;
+\twgmma.commit_group.sync.aligned;
+\tadd.s32 \t%r5, %r4, 1;
+\tsetp.gt.s32 \t%p2, %r5, 1;
+\tselp.b32 \t%r4, 0, %r5, %p2;
+\tcp.async.cg.shared.global [ %r3 + 0 ], [ %rd3 + 0 ], 0x10, %r9;
+\tcp.async.commit_group;
+\t@%p3 bra \t$L__BB0_4;
+\twgmma.wait_group.sync.aligned 0;
+"""
+"""Two steps in flight, in a ring of two buffers; the last product of a step is unfinished when the next is copied."""
 ATOMICS = """\
 .visible .entry input_scatter_fusion(
 \tatom.global.v4.f32.add \t{%f1, %f2, %f3, %f4}, [%rd1], {%f5, %f6, %f7, %f8};

@@ -3,8 +3,16 @@
 import pytest
 
 from compilation import machine_code
-from compilation.machine_code import Kernel, count_launches, find_atomics, read_assembler, read_launches
-from tests.compilation.assembler_output import ATOMICS, CLEAN, COMPILERS, LAUNCHES, LIMIT, SPILLING
+from compilation.machine_code import (
+    Kernel,
+    count_launches,
+    find_atomics,
+    overwrites_operands,
+    overwriting_kernels,
+    read_assembler,
+    read_launches,
+)
+from tests.compilation.assembler_output import ATOMICS, CLEAN, COMPILERS, LAUNCHES, LIMIT, PIPELINE, SPILLING
 
 pytestmark = pytest.mark.fast
 
@@ -46,6 +54,8 @@ def test_counts_kernels_and_copies_and_not_the_loop_around_them():
     (Kernel("linear_attention_dk", 255, 0, LIMIT), []),
     (Kernel("linear_attention_dk", 255, 24, 0), ["spills registers, 24 bytes"]),
     (Kernel("linear_attention_dk", 255, 0, 0, serialised="a wait"), ["serialises wgmma, due to a wait"]),
+    (Kernel("linear_attention_dq", 255, 0, 0, overwrites=True),
+     ["copies the next tokens over operands that wgmma may still read"]),
     (Kernel("linear_attention_dk", 255, 0, LIMIT + 1),
      ["needs 232,449 bytes of shared memory, but a block has 232,448"]),
 ])
@@ -55,6 +65,21 @@ def test_faults(kernel, faults):
 
 def test_atomic_additions_of_floats_are_found():
     assert find_atomics(ATOMICS) == ("input_scatter_fusion", "reduce_1")
+
+
+def test_copies_over_operands_that_are_still_read_are_found(tmp_path):
+    (tmp_path / "module.1.ptx").write_text(PIPELINE)
+    assert overwriting_kernels(tmp_path) == ["linear_attention_dq"]
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("%r5, 1;\n\tselp", "%r5, 2;\n\tselp"),  # a ring of three buffers
+    ("\tcp.async.cg.shared.global [ %r3", "\twgmma.wait_group.sync.aligned 0;\n\tcp.async.cg.shared.global [ %r3"),
+    ("\tcp.async.cg.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 0x10, %r9;\n\tcp.async.commit_group;\n", ""),
+])
+def test_a_copy_into_a_free_buffer_is_no_fault(old, new):
+    assert old in PIPELINE
+    assert not overwrites_operands(PIPELINE.replace(old, new))
 
 
 def test_only_files_with_kernels_of_ours_are_assembled(tmp_path, monkeypatch):
