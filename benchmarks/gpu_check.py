@@ -4,10 +4,10 @@
     .venv-gpu/VERSION/bin/python -m benchmarks.gpu_check --only "T8192 "    in one, the cases with that in their name
 
 Prints registers, spilled bytes, shared memory and warps of each of our kernels, and the number of launches for a token.
-The check fails if one of our kernels spills registers, has serialised wgmma instructions, needs more shared memory than
-a block may have, or does not compile. It also fails if a token takes more launches than before, or if the training step
-of chunked, linear or softmax has atomic additions of floating-point numbers, with which two runs would differ. The
-kernels of the compiler and of cuDNN are not checked.
+The check fails if one of our kernels spills registers, has serialised wgmma instructions, copies data over operands of
+wgmma that are still read, needs more shared memory than a block may have, or does not compile. It also fails if a token
+takes more launches than before, or if the training step of chunked, linear or softmax has atomic additions of
+floating-point numbers, with which two runs would differ. The kernels of the compiler and of cuDNN are not checked.
 """
 
 import functools
@@ -193,7 +193,8 @@ def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None
     results.failed = bool(failures)
     results.heading = f"{target.kind}, {target.architecture}, jax {jax.__version__}"
     results.remarks = ["", f"jax {jax.__version__}: {compiled} kernels of ours in {len(chosen)} programs: " + (
-        f"{len(failures)} failures" if failures else "no spill, no serialised wgmma, no overrun")]
+        f"{len(failures)} failures" if failures else
+        "no spill, no serialised wgmma, no overwritten operand, no overrun")]
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,9 @@ CONTROL = ("kSequential", "kWhile", "kConditional")
 ENTRY = re.compile(r"\.entry (\w+)")
 ATOMIC_ADDITION = re.compile(r"\b(atom|red)\.(?=[\w.:]*\badd\b)(?=[\w.:]*\bb?f(16|32|64))")
 LOOP = re.compile(r"^(\$L\w+):(.*?)^[^\n]*\bbra(?:\.uni)?\s+\1;", re.MULTILINE | re.DOTALL)
+OVERWRITES = "copies the next tokens over operands that wgmma may still read"
+"""The fault of :func:`overwrites_operands`."""
+COPIES = ("cp.async.ca", "cp.async.cg")
 ASYNCHRONOUS = re.compile(r"(cp\.async\.c[ag]|(?:cp\.async|wgmma)\.commit_group|wgmma\.wait_group)\S*\s*(\d*)")
 NEXT_BUFFER = re.compile(r"setp\.gt\.s32\s+(%p\d+), (%r\d+), (\d+);\s+selp\.b32\s+%r\d+, 0, \2, \1;")
 """The index of a ring of buffers, after the last of which comes 0."""
@@ -53,7 +56,7 @@ class Kernel:
         if self.serialised is not None:
             found.append(f"serialises wgmma, due to {self.serialised}")
         if self.overwrites:
-            found.append("copies the next tokens over operands that wgmma may still read")
+            found.append(OVERWRITES)
         if self.shared_bytes > shared_limit:
             found.append(f"needs {self.shared_bytes:,} bytes of shared memory, but a block has {shared_limit:,}")
         return found
@@ -115,13 +118,14 @@ def inspect(dump: Path, architecture: str) -> MachineCode:
     listed = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
     launches = read_launches(listed)
     sources = read_sources(dump)
-    overwriting, kernels = overwriting_kernels(dump), []
+    source = "\n".join(sources.values())
+    overwriting, kernels = find_overwriting(source), []
     for kernel in read_assembler(assemble([path for path, text in sources.items() if any(
             name.startswith(our_kernels()) for name in ENTRY.findall(text))], architecture)):
         threads, shared = launches.get(kernel.name, (None, 0))
         kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared,
                                overwrites=kernel.name in overwriting))
-    return MachineCode(kernels, count_launches(listed), find_atomics("\n".join(sources.values())))
+    return MachineCode(kernels, count_launches(listed), find_atomics(source))
 
 
 def read_sources(dump: Path) -> dict[Path, str]:
@@ -164,22 +168,17 @@ def find_atomics(text: str) -> tuple[str, ...]:
     return tuple(name for name, code in split_kernels(text) if ATOMIC_ADDITION.search(code))
 
 
-def overwriting_kernels(dump: Path) -> list[str]:
-    """The kernels of a compiled program whose copies may overwrite what they still read, from its dump.
-
-    Raises:
-        BenchmarkError: there is no kernel.
-    """
-    return [name for text in read_sources(dump).values() for name, code in split_kernels(text)
-            if overwrites_operands(code)]
+def find_overwriting(text: str) -> tuple[str, ...]:
+    """The kernels of an assembler's source whose copies may overwrite operands that are still read."""
+    return tuple(name for name, code in split_kernels(text) if overwrites_operands(code))
 
 
 def overwrites_operands(code: str) -> bool:
     """Whether a loop of a kernel copies the tokens of a later step into a buffer that wgmma may still read.
 
     Triton copies the operands of later steps into a ring of buffers, and leaves the last wgmma of a step unfinished
-    until the next one. A step is copied while it is unfinished into the buffer that it reads, if the ring has no more
-    buffers than there are steps in flight. On an H200 such a kernel returned other results in each run.
+    until the next one. If the ring has no more buffers than there are steps in flight, the copy of a later step goes
+    into the buffer that this wgmma reads. On an H200 the results of such a kernel differed from run to run.
     """
     start = 0
     for loop in LOOP.finditer(code):
@@ -194,7 +193,7 @@ def overwrites_operands(code: str) -> bool:
                 unfinished += 1
             elif kind == "wgmma.wait_group":
                 unfinished = min(unfinished, number)
-            elif kind.startswith("cp.async.c") and kind != "cp.async.commit_group" and unfinished and ring <= in_flight:
+            elif kind in COPIES and unfinished and ring <= in_flight:
                 return True
     return False
 

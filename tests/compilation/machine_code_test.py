@@ -7,8 +7,8 @@ from compilation.machine_code import (
     Kernel,
     count_launches,
     find_atomics,
+    find_overwriting,
     overwrites_operands,
-    overwriting_kernels,
     read_assembler,
     read_launches,
 )
@@ -67,9 +67,12 @@ def test_atomic_additions_of_floats_are_found():
     assert find_atomics(ATOMICS) == ("input_scatter_fusion", "reduce_1")
 
 
-def test_copies_over_operands_that_are_still_read_are_found(tmp_path):
+def test_copies_over_operands_that_are_still_read_are_found(tmp_path, monkeypatch):
+    assert find_overwriting(PIPELINE + ATOMICS) == ("linear_attention_dq",)
     (tmp_path / "module.1.ptx").write_text(PIPELINE)
-    assert overwriting_kernels(tmp_path) == ["linear_attention_dq"]
+    monkeypatch.setattr(machine_code, "assemble", lambda *_: SPILLING)
+    (kernel,) = machine_code.inspect(tmp_path, "sm_90a").kernels
+    assert kernel.overwrites
 
 
 @pytest.mark.parametrize(("old", "new"), [
