@@ -207,7 +207,8 @@ class TrainConfig:
     """Rematerialisation. block: recompute each transformer block in the backward pass; names: the same, except for
     the results of its attention."""
     deterministic: bool = True
-    """Deterministic operations on a GPU: a resumed run equals an uninterrupted one bit for bit."""
+    """Deterministic operations on a GPU: a resumed run equals an uninterrupted one bit for bit, except with cuDNN's
+    attention, whose gradients are summed in no fixed order."""
     seed: Seed = 0
     """Seed of the initial parameters and of the data order."""
     eval_every: Count = 100

@@ -27,6 +27,8 @@ from training.step import initial_state, jit_step, make_model, make_train_step
 pytestmark = pytest.mark.usefixtures("gpu")
 
 MODES = ("softmax", "window", "linear", "chunked", "gated", "gated_delta", "power", "chunked,softmax")
+CUDNN_MODES = ("softmax", "window", "chunked,softmax")
+"""Modes that train with cuDNN's attention, which sums the gradients of the queries in no fixed order."""
 VOCABULARY = 257
 PERIOD = 4099
 """After how many tokens the inputs of a large call repeat: a prime number, so that an address that is off by a power of
@@ -75,12 +77,12 @@ def test_loss_and_gradients_are_those_of_the_plain_forms_on_the_cpu(mode):
         assert error_of(rounded[name], x) <= max(WORSE_THAN_PLAIN * error_of(plain[name], x), 1e-4), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in CUDNN_MODES])
 def test_training_steps_give_the_same_bits_each_time(mode):
     config = make_config(mode, "bfloat16")
     model = make_model(config, VOCABULARY)
     transform = make_optimizer(config.optimizer, decay_mask(model))
-    step = jit_step(make_train_step(model, config, transform), model)
+    step = jit_step(make_train_step(model, config, transform))
 
     def train() -> list[np.ndarray]:
         state = jax.jit(lambda: initial_state(config, VOCABULARY, transform))()

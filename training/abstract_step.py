@@ -25,8 +25,7 @@ def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = No
         shardings = state_shardings(mesh, model, state)
         state = with_shardings(state, shardings)
         token_sharding, options = batch_sharding(mesh), {"out_shardings": (shardings, None)}
-    step = jit_step(make_train_step(model, config, transform), model, deterministic=config.train.deterministic,
-                    **options)
+    step = jit_step(make_train_step(model, config, transform), deterministic=config.train.deterministic, **options)
     tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
                                           sharding=token_sharding)
     return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))

@@ -125,8 +125,8 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         data = stack.enter_context(objective.batches(start=position.batches, sharding=sharding))
         evaluate = objective.evaluator(sharding)
         timing.enter("compile")
-        update = steps.jit_step(objective.update(transform), objective.model, deterministic=config.train.deterministic,
-                                segments=objective.padded, out_shardings=(shardings, None))
+        update = steps.jit_step(objective.update(transform), deterministic=config.train.deterministic,
+                                out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(sharding), jnp.float32(0)).compile()
         timing.enter("other")
         peak = peak_flops(config.model.dtype, mesh.size)

@@ -28,14 +28,6 @@ A larger one fills a GPU by itself. Its part of a merged result would be copied 
 """
 SCATTER_OPTIONS = {"xla_gpu_enable_scatter_determinism_expander": True}
 """Options that make gradients of gathers deterministic, on several devices that of the embedding too."""
-CUDNN_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
-"""Options that make cuDNN's backward pass deterministic.
-
-Only the first option sets cuDNN's flag; XLA overwrites that of the call. It also disables XLA's Triton kernels for
-products. The second option leaves products to cuBLAS from the start; otherwise XLA fuses them with their neighbours and
-has to split them again, which it cannot do without a GPU.
-"""
-
 
 type Model = GPT | MaskedModel | Classifier | Recogniser
 """A model that is trained."""
@@ -158,28 +150,18 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], model: Model, *, deterministic: bool = True, segments: bool = False,
-             **options: Any) -> jax.stages.Wrapped:
+def jit_step(step: Callable[..., Any], *, deterministic: bool = True, **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, with donated state.
 
     Args:
         step: the result of :func:`make_update`.
-        model: the model of the step; may be abstract.
-        deterministic: whether the step is deterministic on a GPU, so that a resumed run equals an uninterrupted one.
-        segments: whether its batches have segments.
+        deterministic: whether sums on a GPU have one order, except in cuDNN's attention.
         options: other options of ``jax.jit``.
     """
-    compiler_options = _compiler_options(model, deterministic, segments) if device.platform() == "gpu" else None
+    compiler_options = None
+    if device.platform() == "gpu":
+        compiler_options = MERGING_OPTIONS | (SCATTER_OPTIONS if deterministic else {})
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options, **options)
-
-
-def _compiler_options(model: Model, deterministic: bool, segments: bool) -> dict[str, bool | int]:
-    """Options of XLA for a GPU; docs/gpu.md has the cost of deterministic sums."""
-    if not deterministic:
-        return MERGING_OPTIONS
-    forms = {block.attention.implementation(jnp.dtype(model.config.dtype), causal=isinstance(model, GPT),
-                                            segments=segments) for block in backbone(model).blocks}
-    return MERGING_OPTIONS | SCATTER_OPTIONS | (CUDNN_OPTIONS if "cudnn" in forms else {})
 
 
 def make_eval_step(model: GPT | MaskedModel, *, accuracy: bool = False,

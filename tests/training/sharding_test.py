@@ -60,7 +60,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
         initial = lambda: steps.initial_state(config, 32, transform)
         shardings = state_shardings(mesh, model, jax.eval_shape(initial))
         state = jax.jit(initial, out_shardings=shardings)()
-        step = steps.jit_step(steps.make_train_step(model, config, transform), model, out_shardings=(shardings, None))
+        step = steps.jit_step(steps.make_train_step(model, config, transform), out_shardings=(shardings, None))
         segments_BT = ids_BT if sys.argv[4] == "segments" else None
         targets_BT = tokens_BT[:, 1:] if segments_BT is None else jnp.where(ids_BT < 0, -1, tokens_BT[:, 1:])
         batch = jax.device_put(Batch(tokens_BT[:, :-1], targets_BT, segments_BT), batch_sharding(mesh))

@@ -156,7 +156,7 @@ def compiled_step(objective: ExampleObjective) -> tuple[Any, Callable[[], Callab
     train, transform = objective.config.train, make_optimizer(objective.config.optimizer, decay_mask(objective.model))
     batch = jax.device_put(objective.take("train", np.arange(train.batch_size)))
     initial, rate = jax.jit(lambda: objective.initial(transform)), jnp.float32(1e-3)
-    step = steps.jit_step(objective.update(transform), objective.model)
+    step = steps.jit_step(objective.update(transform))
     compiled = step.lower(jax.eval_shape(initial), batch, rate).compile()
 
     def begin() -> Callable[[], Array]:
