@@ -8,7 +8,7 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -96,6 +96,75 @@ class Case(ABC):
         generator = np.random.default_rng(1)
         return {name: generator.normal(size=x.shape).astype(jnp.bfloat16).astype(x.dtype)
                 for name, x in outputs.items()}
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """A call of an attention: queries and keys of width M, values of width D."""
+
+    B: int
+    T: int
+    H: int
+    M: int
+    D: int
+    _: KW_ONLY
+    segments: bool = False
+    state: bool = False
+    """Whether there is an initial state."""
+    log_decay: LogDecay | None = None
+    chunk_size: int | None = None
+
+    @property
+    def extras(self) -> dict[str, bool]:
+        """Options in words, and whether each applies."""
+        return {"segments": self.segments, f"{self.log_decay} decay": self.log_decay is not None,
+                f"C{self.chunk_size}": self.chunk_size is not None}
+
+    @property
+    def sizes(self) -> str:
+        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
+        return " ".join([*lengths, self.dtype, *(name for name, applies in self.extras.items() if applies)])
+
+    @property
+    def sums_dtype(self) -> Any:
+        """The dtype of states and log decays."""
+        return jnp.promote_types(jnp.float32, self.dtype)
+
+    def make_state_shapes(self) -> Arrays:
+        """Shapes of the initial state."""
+        return {}
+
+    def make_shapes(self) -> Arrays:
+        of_tokens = self.B, self.T, self.H
+        shapes: Arrays = {name: jax.ShapeDtypeStruct((*of_tokens, width), self.dtype)
+                          for name, width in (("q", self.M), ("k", self.M), ("v", self.D))}
+        if self.state:
+            shapes |= self.make_state_shapes()
+        if self.log_decay is not None:
+            shapes["log_decay"] = jax.ShapeDtypeStruct(of_tokens, self.sums_dtype)
+        if self.segments:
+            shapes["segment_ids"] = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32)
+        return shapes
+
+    def adapt(self, inputs: dict[str, np.ndarray], generator: np.random.Generator) -> None:
+        """Make random inputs, in float64, those that the op is for."""
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        generator, shapes = np.random.default_rng(0), self.make_shapes()
+        inputs = {name: generator.normal(size=shape.shape) for name, shape in shapes.items()
+                  if name not in ("log_decay", "segment_ids")}
+        self.adapt(inputs, generator)
+        if self.log_decay is not None:
+            inputs["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"], generator)
+        inputs = {name: x.astype(shapes[name].dtype) for name, x in inputs.items()}
+        return inputs | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+
+
+def state_shapes(case: AttentionCase, features: int) -> Arrays:
+    """Shapes of a state with its normaliser."""
+    states = case.B, case.H, features
+    return {"s": jax.ShapeDtypeStruct((*states, case.D), case.sums_dtype),
+            "z": jax.ShapeDtypeStruct(states, case.sums_dtype)}
 
 
 @dataclass(frozen=True)

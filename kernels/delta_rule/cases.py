@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from ..cases import Arrays, AttentionCase, Case, TimedAttention, TimedForm
 from ..mixed_precision import to_float32
 from .api import delta_rule, pick_implementation
 
@@ -19,61 +19,35 @@ TOLERANCES = {"float64": 1e-14, "float32": 1e-5, "bfloat16": 5e-3}
 
 
 @dataclass(frozen=True)
-class DeltaRuleCase(Case):
+class DeltaRuleCase(AttentionCase):
     """A call of ``delta_rule`` with queries and keys of length 1."""
 
-    B: int
-    T: int
-    H: int
-    M: int
-    D: int
     _: KW_ONLY
     correlation: float = 0.0
     """Approximate correlation of the keys of a head: they share a component."""
     beta: Literal["sigmoid", "one", "above one"] = "sigmoid"
     """``sigmoid``: between 0 and 1. ``above one``: the stored value flips its sign, at up to 0.95 of its size."""
-    log_decay: LogDecay | None = None
-    segments: bool = False
     state: bool = True
-    """Whether there is an initial state."""
-    chunk_size: int | None = None
 
     @property
-    def sizes(self) -> str:
-        extras = {f"correlation {self.correlation:g}": self.correlation > 0, f"β {self.beta}": self.beta != "sigmoid",
-                  f"{self.log_decay} decay": self.log_decay is not None, "segments": self.segments,
-                  f"C{self.chunk_size}": self.chunk_size is not None}
-        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
-        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
+    def extras(self) -> dict[str, bool]:
+        return {f"correlation {self.correlation:g}": self.correlation > 0,
+                f"β {self.beta}": self.beta != "sigmoid"} | super().extras
+
+    def make_state_shapes(self) -> Arrays:
+        return {"state": jax.ShapeDtypeStruct((self.B, self.H, self.M, self.D), self.sums_dtype)}
 
     def make_shapes(self) -> Arrays:
-        B, T, H, M, D = self.B, self.T, self.H, self.M, self.D
-        sums = jnp.promote_types(jnp.float32, self.dtype)
-        shapes: Arrays = {name: jax.ShapeDtypeStruct((B, T, H, width), self.dtype)
-                          for name, width in (("q", M), ("k", M), ("v", D))}
-        shapes["beta"] = jax.ShapeDtypeStruct((B, T, H), self.dtype)
-        if self.state:
-            shapes["state"] = jax.ShapeDtypeStruct((B, H, M, D), sums)
-        if self.log_decay is not None:
-            shapes["log_decay"] = jax.ShapeDtypeStruct((B, T, H), sums)
-        if self.segments:
-            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        return shapes
+        return super().make_shapes() | {"beta": jax.ShapeDtypeStruct((self.B, self.T, self.H), self.dtype)}
 
-    def make_inputs(self) -> dict[str, np.ndarray]:
-        generator = np.random.default_rng(0)
-        shapes = self.make_shapes()
-        x = {name: generator.normal(size=shape.shape) for name, shape in shapes.items() if name != "segment_ids"}
-        common_H1M = generator.normal(size=(self.H, 1, self.M)).swapaxes(0, 1)
-        x["k"] = np.sqrt(self.correlation) * common_H1M + np.sqrt(1 - self.correlation) * x["k"]
+    def adapt(self, inputs: dict[str, np.ndarray], generator: np.random.Generator) -> None:
+        common_HM = generator.normal(size=(self.H, self.M))
+        inputs["k"] = np.sqrt(self.correlation) * common_HM + np.sqrt(1 - self.correlation) * inputs["k"]
         for name in ("q", "k"):
-            x[name] /= np.linalg.norm(x[name], axis=-1, keepdims=True)
-        x["beta"] = {"sigmoid": 1 / (1 + np.exp(-x["beta"])), "one": np.ones_like(x["beta"]),
-                     "above one": 1 + 0.95 * generator.random(x["beta"].shape)}[self.beta]
-        if self.log_decay is not None:
-            x["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"], generator)
-        drawn = {name: array.astype(shapes[name].dtype) for name, array in x.items()}
-        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+            inputs[name] /= np.linalg.norm(inputs[name], axis=-1, keepdims=True)
+        beta_BTH = inputs["beta"]
+        inputs["beta"] = {"sigmoid": 1 / (1 + np.exp(-beta_BTH)), "one": np.ones_like(beta_BTH),
+                          "above one": 1 + 0.95 * generator.random(beta_BTH.shape)}[self.beta]
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         y, state = delta_rule(

@@ -5,10 +5,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from ..cases import Arrays, AttentionCase, Case, TimedAttention, TimedForm, state_shapes
 from . import tuning
 from .api import State, linear_attention, pick_implementation
 from .chunk_size import pick_chunk_sizes
@@ -34,56 +33,25 @@ DEVICE_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 
 
 @dataclass(frozen=True)
-class LinearAttentionCase(Case):
+class LinearAttentionCase(AttentionCase):
     """A call of ``linear_attention`` on positive features, as from softplus."""
 
-    B: int
-    T: int
-    H: int
-    M: int
-    D: int
     _: KW_ONLY
     causal: bool = True
     normalize: bool = True
-    segments: bool = False
     state: bool = True
-    """Whether there is an initial state."""
-    log_decay: LogDecay | None = None
-    chunk_size: int | None = None
 
     @property
-    def sizes(self) -> str:
-        extras = {"both directions": not self.causal, "unnormalised": not self.normalize, "segments": self.segments,
-                  f"{self.log_decay} decay": self.log_decay is not None,
-                  f"C{self.chunk_size}": self.chunk_size is not None}
-        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
-        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
+    def extras(self) -> dict[str, bool]:
+        return {"both directions": not self.causal, "unnormalised": not self.normalize} | super().extras
 
-    def make_shapes(self) -> Arrays:
-        B, T, H, M, D = self.B, self.T, self.H, self.M, self.D
-        sums = jnp.promote_types(jnp.float32, self.dtype)
-        shapes: Arrays = {name: jax.ShapeDtypeStruct((B, T, H, width), self.dtype)
-                          for name, width in (("q", M), ("k", M), ("v", D))}
+    def make_state_shapes(self) -> Arrays:
+        return state_shapes(self, self.M)
+
+    def adapt(self, inputs: dict[str, np.ndarray], generator: np.random.Generator) -> None:
+        inputs |= {name: np.logaddexp(0, inputs[name]) for name in ("q", "k")}
         if self.state:
-            shapes |= {"s": jax.ShapeDtypeStruct((B, H, M, D), sums), "z": jax.ShapeDtypeStruct((B, H, M), sums)}
-        if self.log_decay is not None:
-            shapes["log_decay"] = jax.ShapeDtypeStruct((B, T, H), sums)
-        if self.segments:
-            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        return shapes
-
-    def make_inputs(self) -> dict[str, np.ndarray]:
-        generator = np.random.default_rng(0)
-        drawn: dict[str, np.ndarray] = {}
-        shapes = self.make_shapes()
-        for name in ("q", "k", "v", "s", "z"):
-            if name in shapes:
-                x = generator.uniform(1, 2, shapes[name].shape) if name == "z" else generator.normal(
-                    size=shapes[name].shape)
-                drawn[name] = (np.logaddexp(0, x) if name in ("q", "k") else x).astype(shapes[name].dtype)
-        if self.log_decay is not None:
-            drawn["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"], generator)
-        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+            inputs["z"] = generator.uniform(1, 2, inputs["z"].shape)
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         state = State(inputs["s"], inputs["z"]) if self.state else None

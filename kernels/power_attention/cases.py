@@ -4,10 +4,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from ..cases import Arrays, AttentionCase, Case, TimedAttention, TimedForm, state_shapes
 from ..state import State
 from .api import pick_implementation, power_attention
 from .features import count_features, feature_factors
@@ -19,57 +18,30 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 8e-3}
 
 
 @dataclass(frozen=True)
-class PowerAttentionCase(Case):
-    """A call of ``power_attention``."""
+class PowerAttentionCase(AttentionCase):
+    """A call of ``power_attention``, for which M = D."""
 
-    B: int
-    T: int
-    H: int
-    D: int
     _: KW_ONLY
     degree: int = 2
     normalize: bool = True
-    segments: bool = False
-    state: bool = False
-    log_decay: LogDecay | None = None
-    chunk_size: int | None = None
 
     @property
-    def sizes(self) -> str:
-        extras = {f"degree {self.degree}": True, "unnormalised": not self.normalize, "segments": self.segments,
-                  "a state": self.state, f"{self.log_decay} decay": self.log_decay is not None,
-                  f"C{self.chunk_size}": self.chunk_size is not None}
-        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
-        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
+    def extras(self) -> dict[str, bool]:
+        return {f"degree {self.degree}": True, "unnormalised": not self.normalize,
+                "a state": self.state} | super().extras
 
-    def make_shapes(self) -> Arrays:
-        B, T, H, D = self.B, self.T, self.H, self.D
-        sums, M = jnp.promote_types(jnp.float32, self.dtype), count_features(D, self.degree)
-        shapes: Arrays = {name: jax.ShapeDtypeStruct((B, T, H, D), self.dtype) for name in "qkv"}
-        if self.state:
-            shapes |= {"s": jax.ShapeDtypeStruct((B, H, M, D), sums), "z": jax.ShapeDtypeStruct((B, H, M), sums)}
-        if self.log_decay is not None:
-            shapes["log_decay"] = jax.ShapeDtypeStruct((B, T, H), sums)
-        if self.segments:
-            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        return shapes
+    def make_state_shapes(self) -> Arrays:
+        return state_shapes(self, count_features(self.D, self.degree))
 
-    def make_inputs(self) -> dict[str, np.ndarray]:
-        generator, shapes = np.random.default_rng(0), self.make_shapes()
-        drawn: dict[str, np.ndarray] = {}
+    def adapt(self, inputs: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         # Away from 0: the sum of the weights of a token that sees few keys can be next to nothing, and their ratio any.
-        drawn |= {name: (generator.normal(size=shapes[name].shape) + (name != "v")).astype(shapes[name].dtype)
-                  for name in "qkv"}
+        inputs |= {name: inputs[name] + 1 for name in ("q", "k")}
         if self.state:  # of three tokens, as a state is: its denominators are above 0
             factors, coefficients = feature_factors(self.D, self.degree)
             k_B3HD = generator.normal(size=(self.B, 3, self.H, self.D)) + 1
             k_B3HM = coefficients * np.prod((k_B3HD * self.D**-0.25)[..., factors], axis=-1)
             v_B3HD = generator.normal(size=(self.B, 3, self.H, self.D))
-            drawn["s"] = np.einsum("bthm,bthd->bhmd", k_B3HM, v_B3HD).astype(shapes["s"].dtype)
-            drawn["z"] = k_B3HM.sum(axis=1).astype(shapes["z"].dtype)
-        if self.log_decay is not None:
-            drawn["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"], generator)
-        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+            inputs |= {"s": np.einsum("bthm,bthd->bhmd", k_B3HM, v_B3HD), "z": k_B3HM.sum(axis=1)}
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         y, end = power_attention(
@@ -85,7 +57,7 @@ _SHORT_BLOCKS = tuple((f"kernels.softmax_attention.blockwise.{name}", 16) for na
 
 
 def _small(title: str, T: int, D: int = 5, *, dtype: str = "float64", **options: Any) -> PowerAttentionCase:
-    return PowerAttentionCase(3, T, 2, D, **{
+    return PowerAttentionCase(3, T, 2, D, D, **{
         "dtype": dtype, "title": f"{title}, {dtype}", "tolerance": TOLERANCES[dtype], "constants": _SHORT_BLOCKS,
         "implementations": _FORMS} | options)
 
@@ -106,9 +78,9 @@ CASES: tuple[Case, ...] = (
     _small("degree 4", 100, 8, dtype="float32", chunk_size=64, degree=4, implementations=("chunked",)),
     _small("several chunks", 300, 16, dtype="bfloat16", chunk_size=64, implementations=("chunked",)),
     _small("mixed decay", 300, 16, dtype="bfloat16", chunk_size=64, log_decay="mixed", implementations=("chunked",)),
-    *(PowerAttentionCase(1, T, 12, 64, dtype="bfloat16", tolerance=TOLERANCES["bfloat16"], log_decay="mixed",
+    *(PowerAttentionCase(1, T, 12, 64, 64, dtype="bfloat16", tolerance=TOLERANCES["bfloat16"], log_decay="mixed",
                          used_by=("gpu-check",)) for T in (1, 4096)),
-    *(PowerAttentionCase(2, 300, 2, 64, dtype=dtype, tolerance=TOLERANCES[dtype], log_decay="mixed", chunk_size=128,
+    *(PowerAttentionCase(2, 300, 2, 64, 64, dtype=dtype, tolerance=TOLERANCES[dtype], log_decay="mixed", chunk_size=128,
                          segments=True, used_by=("gpu",)) for dtype in ("float32", "bfloat16")),
 )
 

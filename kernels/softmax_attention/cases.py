@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from ..cases import REFERENCE, Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from ..cases import REFERENCE, Arrays, AttentionCase, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay
 from .api import cached_attention, softmax_attention
 
 # float64, float32: rounding of a few hundred sums and exponentials. bfloat16: two to three roundings to 8 bits
@@ -20,41 +20,20 @@ DECODE_TOLERANCES = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
 
 
 @dataclass(frozen=True)
-class SoftmaxCase(Case):
+class SoftmaxCase(AttentionCase):
     """A call of ``softmax_attention``."""
 
-    B: int
-    T: int
-    H: int
-    D: int
     _: KW_ONLY
     causal: bool = True
     window: int | None = None
-    segments: bool = False
-    log_decay: LogDecay | None = None
 
     @property
-    def sizes(self) -> str:
-        extras = {"both directions": not self.causal, f"a window of {self.window}": self.window is not None,
-                  "segments": self.segments, f"{self.log_decay} decay": self.log_decay is not None}
-        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
-        return " ".join([*lengths, self.dtype, *(name for name, applies in extras.items() if applies)])
+    def extras(self) -> dict[str, bool]:
+        return {"both directions": not self.causal, f"a window of {self.window}": self.window is not None
+                } | super().extras
 
-    def make_shapes(self) -> Arrays:
-        x_BTHD = jax.ShapeDtypeStruct((self.B, self.T, self.H, self.D), self.dtype)
-        ids = {"segment_ids": jax.ShapeDtypeStruct((self.B, self.T), jnp.int32)} if self.segments else {}
-        sums = jnp.promote_types(jnp.float32, self.dtype)
-        decay = {"log_decay": jax.ShapeDtypeStruct((self.B, self.T, self.H), sums)} if self.log_decay else {}
-        return {"q": x_BTHD, "k": x_BTHD, "v": x_BTHD} | decay | ids
-
-    def make_inputs(self) -> dict[str, np.ndarray]:
-        drawn = super().make_inputs()
-        # Some weights near 1, so that the running maximum matters.
-        drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
-        if self.log_decay is not None:
-            drawn["log_decay"] = draw_log_decay(self.log_decay, self.make_shapes()["log_decay"],
-                                                 np.random.default_rng(2))
-        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+    def adapt(self, inputs: dict[str, np.ndarray], generator: np.random.Generator) -> None:
+        inputs["q"] *= 3  # some weights near 1, so that the running maximum matters
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         return {"y": softmax_attention(
@@ -106,7 +85,7 @@ def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
     """Small, with smaller blocks."""
     constants = tuple((f"kernels.softmax_attention.blockwise.{name}", block)
                       for name in ("BLOCK", "BLOCK_OF_FEW_HEADS"))
-    return SoftmaxCase(3, T, 2, 6, dtype=dtype, title=f"{title}, {dtype}", implementations=implementations,
+    return SoftmaxCase(3, T, 2, 6, 6, dtype=dtype, title=f"{title}, {dtype}", implementations=implementations,
                        tolerance=TOLERANCES[dtype], constants=constants, **options)
 
 
@@ -157,10 +136,10 @@ CASES: tuple[Case, ...] = (
     _cached(1, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="mixed"),
     _cached(13, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="mixed"),
     _cached(40, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="strong"),
-    SoftmaxCase(1, 4096, 12, 64, dtype="bfloat16", used_by=("gpu-check",), tolerance=TOLERANCES["bfloat16"],
+    SoftmaxCase(1, 4096, 12, 64, 64, dtype="bfloat16", used_by=("gpu-check",), tolerance=TOLERANCES["bfloat16"],
                 log_decay="mixed"),
-    *(SoftmaxCase(2, 1024, 12, 64, dtype="bfloat16", used_by=("gpu",), implementations=("cudnn",), plain="blockwise",
-                  tolerance=TOLERANCES["bfloat16"], window=window) for window in (None, 256)),
+    *(SoftmaxCase(2, 1024, 12, 64, 64, dtype="bfloat16", used_by=("gpu",), implementations=("cudnn",),
+                  plain="blockwise", tolerance=TOLERANCES["bfloat16"], window=window) for window in (None, 256)),
     # Weights and y are rounded to 8 bits.
     *(_cached(T, 64, 6, dtype, "blockwise", tolerance={"float32": 3e-6, "bfloat16": 6e-3}[dtype])
       for T in (1, 16, 40) for dtype in ("float32", "bfloat16")),
