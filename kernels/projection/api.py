@@ -1,6 +1,5 @@
 """Products of activations with a weight matrix, in the dtype of the activations."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,16 +27,10 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
     return y_BTF if bias_F is None else y_BTF + bias_F[None, None].astype(y_BTF.dtype)
 
 
-def project_to_float32(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]],
-                       ) -> list[Float[Array, "B T F"]]:
-    """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's dtype, with results in float32 or better.
-
-    One token on a GPU takes a single launch, which is not differentiable.
-    """
-    if is_one_token_on_gpu(x_BTE):
-        weights, biases = zip(*parameters, strict=True)
-        return projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, dtypes=[jnp.float32] * len(weights))
-    return [product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None] for w_EF, bias_F in parameters]
+def project_to_float32(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"],
+                       ) -> Float[Array, "B T F"]:
+    """x w + bias, multiplied in x's dtype, with a result in float32 or better."""
+    return product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None]
 
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:

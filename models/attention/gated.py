@@ -64,7 +64,7 @@ class Attention(SelfAttention):
     def _log_decay(self, x_BTE: Array) -> Array:
         """g of each token and head, (B, T, H)."""
         if self.decay is not None:
-            return self.decay.log_decay(x_BTE)
+            return self.decay(x_BTE)
         return jnp.broadcast_to(fixed_log_decay(self.heads)[None, None], (*x_BTE.shape[:2], self.heads))
 
     @property

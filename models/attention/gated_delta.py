@@ -64,8 +64,8 @@ class Attention(SelfAttention):
     def _delta_rule(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, x_BTE: Array, state_BHDD: Array | None,
                     segment_ids_BT: Array | None) -> tuple[Array, Array]:
         """y_BTHD, and the state after the tokens."""
-        beta_BTH = self.write.strength(x_BTE)
-        log_decay_BTH = None if self.decay is None else self.decay.log_decay(x_BTE)
+        beta_BTH = self.write(x_BTE)
+        log_decay_BTH = None if self.decay is None else self.decay(x_BTE)
         return delta_rule(q_BTHD, k_BTHD, v_BTHD, beta_BTH, log_decay_BTH=log_decay_BTH, initial_state=state_BHDD,
                           segment_ids_BT=segment_ids_BT, chunk_size=self.config.chunk_size)
 

@@ -55,9 +55,9 @@ class HeadGate(Linear):
         """Parameters of the function, one for each head."""
         return ()
 
-    def numbers(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+    def __call__(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
         """The number of each token and head, in float32 or better."""
-        gate_BTH, = project_to_float32(x_BTE, [self.parameters])
+        gate_BTH = project_to_float32(x_BTE, *self.parameters)
         return self.from_gate(gate_BTH, *(constant_H[None, None] for constant_H in self.constants_H))
 
     @property
@@ -71,30 +71,18 @@ class HeadGate(Linear):
 
 
 class WriteStrength(HeadGate):
-    """The write strength of a token: sigmoid(w(x))."""
+    """β of a token, from 0 to 1: sigmoid(w(x))."""
 
     from_gate = staticmethod(jax.nn.sigmoid)
 
-    def strength(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-        """β, from 0 to 1."""
-        return self.numbers(x_BTE)
 
-
-class Decay(HeadGate):
-    """A log decay of the state."""
-
-    def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-        """g ≤ 0."""
-        return self.numbers(x_BTE)
-
-
-class ForgetGate(Decay):
-    """A log decay: log sigmoid(a(x) + b)."""
+class ForgetGate(HeadGate):
+    """A log decay, g ≤ 0: log sigmoid(a(x) + b)."""
 
     from_gate = staticmethod(jax.nn.log_sigmoid)
 
 
-class InputDecay(Decay):
+class InputDecay(HeadGate):
     """The log decay of Mamba-2: −exp(A) softplus(a(x) + b), with A per head and linear a.
 
     At initialisation exp(A) is uniform in ``RATES``, and softplus(b) log-uniform in ``STEPS``. Dao, Gu: "Transformers

@@ -99,5 +99,5 @@ class Attention(SelfAttention):
 
     def _options(self, x_BTE: Array) -> dict[str, Any]:
         return {"degree": self.config.degree, "normalize": self.config.normalizes,
-                "log_decay_BTH": None if self.forget is None else self.forget.log_decay(x_BTE),
+                "log_decay_BTH": None if self.forget is None else self.forget(x_BTE),
                 "chunk_size": self.config.chunk_size}

@@ -53,7 +53,7 @@ class Attention(SelfAttention):
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         return softmax_attention(q_BTHD, k_BTHD, v_BTHD, causal=causal, segment_ids_BT=segment_ids_BT,
-                                 log_decay_BTH=None if self.forget is None else self.forget.log_decay(x_BTE),
+                                 log_decay_BTH=None if self.forget is None else self.forget(x_BTE),
                                  implementation=self.config.form)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValueCache | ForgettingCache:
@@ -69,7 +69,7 @@ class Attention(SelfAttention):
         extended = past.append(k_BTHD, v_BTHD, lengths_B)
         if self.forget is None:
             return cached_attention(q_BTHD, extended.k_BHSD, extended.v_BHSD, past.filled_B), extended
-        log_decay_BTHD = self.forget.log_decay(x_BTE)[..., None]  # cached like keys of width 1
+        log_decay_BTHD = self.forget(x_BTE)[..., None]  # cached like keys of width 1
         old_BHSD = cache.log_decay_BHS[..., None]
         log_decay_BHS = KeyValueCache(old_BHSD, old_BHSD, past.filled_B).append(
             log_decay_BTHD, log_decay_BTHD, lengths_B).k_BHSD[..., 0]

@@ -96,7 +96,7 @@ def test_a_decay_begins_between_its_bounds_and_stays_float32():
     assert 14 < rates_H.max() <= 16
     assert 0.99e-3 < steps_H.min() < 2e-3
     assert 0.06 < steps_H.max() < 0.101
-    log_decay_BTH = decay.log_decay(X_BTE.astype(jnp.bfloat16))
+    log_decay_BTH = decay(X_BTE.astype(jnp.bfloat16))
     assert log_decay_BTH.dtype == jnp.float32
     assert np.all(log_decay_BTH < 0)
 
