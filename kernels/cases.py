@@ -20,9 +20,9 @@ import numpy as np
 User = Literal["tests", "gpu", "gpu-check", "tune"]
 Arrays = dict[str, Any]
 """Arrays, or their shapes and dtypes, by name."""
-LogDecay = Literal["mixed", "strong"]
+LogDecay = Literal["mixed", "strong", "zero"]
 """``mixed``: from no decay to almost complete decay. ``strong``: a complete reset at one token, and little decay at
-the others."""
+the others. ``zero``: no decay, given as zeros."""
 REFERENCE = "reference"
 WORSE_THAN_PLAIN = 1.5
 """Largest ratio of the error in bfloat16 to that of the plain JAX form, which rounds as often."""
@@ -112,12 +112,15 @@ class AttentionCase(Case):
     state: bool = False
     """Whether there is an initial state."""
     log_decay: LogDecay | None = None
+    channels: bool = False
+    """Whether the log decay is that of each channel."""
     chunk_size: int | None = None
 
     @property
     def extras(self) -> dict[str, bool]:
         """Options in words, and whether each applies."""
-        return {"segments": self.segments, f"{self.log_decay} decay": self.log_decay is not None,
+        return {"segments": self.segments,
+                f"{self.log_decay} decay" + " per channel" * self.channels: self.log_decay is not None,
                 f"C{self.chunk_size}": self.chunk_size is not None}
 
     @property
@@ -141,10 +144,15 @@ class AttentionCase(Case):
         if self.state:
             shapes |= self.make_state_shapes()
         if self.log_decay is not None:
-            shapes["log_decay"] = jax.ShapeDtypeStruct(of_tokens, self.sums_dtype)
+            shapes["log_decay"] = jax.ShapeDtypeStruct((*of_tokens, self.M) if self.channels else of_tokens,
+                                                       self.sums_dtype)
         if self.segments:
             shapes["segment_ids"] = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32)
         return shapes
+
+    def decay_argument(self, inputs: Arrays) -> Arrays:
+        """The log decay by the name that it has as an argument of the op."""
+        return {"channel_log_decay_BTHM" if self.channels else "log_decay_BTH": inputs.get("log_decay")}
 
     def adapt(self, inputs: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         """Make random inputs, in float64, those that the op is for."""
@@ -276,12 +284,14 @@ def make_segments(batch: int, tokens: int) -> np.ndarray:
 
 
 def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct, generator: np.random.Generator) -> np.ndarray:
-    """Log decays (B, T, H)."""
+    """Log decays (B, T, H) or (B, T, H, M)."""
     if kind == "mixed":
         return (-np.logaddexp(0, generator.normal(-3, 2, of.shape))).astype(of.dtype)
-    log_decay_BTH = np.full(of.shape, -0.01, of.dtype)
-    log_decay_BTH[:, of.shape[1] // 3] = -1e4
-    return log_decay_BTH
+    if kind == "zero":
+        return np.zeros(of.shape, of.dtype)
+    log_decay = np.full(of.shape, -0.01, of.dtype)
+    log_decay[:, of.shape[1] // 3] = -1e4
+    return log_decay
 
 
 def error_of(found: np.ndarray, expected: np.ndarray) -> float:

@@ -26,7 +26,7 @@ def check_shapes(expected: Mapping[str, tuple[Array | None, tuple[int, ...]]], s
 
 
 def check_sequence(heads: Mapping[str, Array], others: Mapping[str, tuple[Array | None, str]],
-                   segment_ids_BT: Array | None, log_decay_BTH: Array | None, chunk_size: int | None,
+                   segment_ids_BT: Array | None, log_decays: Mapping[str, Array | None], chunk_size: int | None,
                    sizes: Mapping[str, int]) -> None:
     """Checks the inputs of an attention to a whole sequence.
 
@@ -34,7 +34,7 @@ def check_sequence(heads: Mapping[str, Array], others: Mapping[str, tuple[Array 
         heads: queries, keys and values, whose names end with the letters of their dimensions.
         others: other arrays, or None, and the letters of their dimensions.
         segment_ids_BT: None, or integers for each token.
-        log_decay_BTH: None, or at most 0 for each token and head.
+        log_decays: None, or at most 0; their names end with the letters of their dimensions. At most one is given.
         chunk_size: None, or at least 1.
         sizes: by letter, those that are not sizes of heads.
 
@@ -62,8 +62,12 @@ def check_sequence(heads: Mapping[str, Array], others: Mapping[str, tuple[Array 
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size}: expected a whole number of at least 1")
     check_segments(segment_ids_BT, source, shape)
-    if log_decay_BTH is not None:
-        check_log_decay(log_decay_BTH, source, shape)
+    given = [name for name, x in log_decays.items() if x is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given; expected at most one of them")
+    for name, x in log_decays.items():
+        if x is not None:
+            check_log_decay(name, x, tuple(sizes[letter] for letter in name.rpartition("_")[2]), source, shape)
 
 
 def check_segments(segment_ids_BT: Array | None, source: str, shape: tuple[int, ...]) -> None:
@@ -80,19 +84,19 @@ def check_segments(segment_ids_BT: Array | None, source: str, shape: tuple[int, 
         raise TypeError(f"segment_ids_BT is {segment_ids_BT.dtype}; expected whole numbers")
 
 
-def check_log_decay(log_decay_BTH: Array, source: str, shape: tuple[int, ...]) -> None:
+def check_log_decay(name: str, log_decay: Array, wanted: tuple[int, ...], source: str, shape: tuple[int, ...]) -> None:
     """Checks log decays.
 
     Raises:
-        ValueError: not one for each token and head of ``source``, or one above 0, which is detected only outside of
-            ``jax.jit`` and other transformations.
+        ValueError: their shape is not ``wanted``, which follows from that of ``source``, or one is above 0, which is
+            detected only outside of ``jax.jit`` and other transformations.
         TypeError: not floating point.
     """
-    check_shapes({"log_decay_BTH": (log_decay_BTH, shape[:3])}, source, shape)
-    if not jnp.issubdtype(log_decay_BTH.dtype, jnp.floating):
-        raise TypeError(f"log_decay_BTH is {log_decay_BTH.dtype}; expected floating point")
-    if not isinstance(log_decay_BTH, Tracer):
+    check_shapes({name: (log_decay, wanted)}, source, shape)
+    if not jnp.issubdtype(log_decay.dtype, jnp.floating):
+        raise TypeError(f"{name} is {log_decay.dtype}; expected floating point")
+    if not isinstance(log_decay, Tracer):
         with jax.ensure_compile_time_eval():
-            largest = float(jnp.max(log_decay_BTH))
+            largest = float(jnp.max(log_decay))
         if not largest <= 0:
-            raise ValueError(f"log_decay_BTH is {largest:g} somewhere; expected 0 or less")
+            raise ValueError(f"{name} is {largest:g} somewhere; expected 0 or less")

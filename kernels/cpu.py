@@ -225,6 +225,12 @@ def compute_once[Tree](xs: Tree) -> Tree:
     return lax.optimization_barrier(xs) if applies(compute_once) else xs
 
 
+def transposed(x: Array) -> Array:
+    """x with its last two dimensions transposed in memory. XLA's products run at half the speed if they transpose an
+    operand themselves."""
+    return compute_once(x.swapaxes(-1, -2))
+
+
 def weighted_sum(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"]) -> Float[Array, "B T 1"]:
     """Σ_e x_e scale_e as a matrix–vector product. For a sum, XLA first broadcasts the scale to all tokens.
 

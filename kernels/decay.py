@@ -18,11 +18,18 @@ LEAST = -(2.0**100)
 _PART = 64
 
 
-def prepare(log_decay_BTH: Float[Array, "B T H"], dtype: jnp.dtype,
-            padding_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B T H"]:
+def prepare(log_decay: Float[Array, "B T *h"], dtype: jnp.dtype,
+            padding_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B T *h"]:
     """Log decays as the kernels take them: in the format of the state, finite, and 0 on padding."""
-    log_decay_BTH = jnp.maximum(log_decay_BTH.astype(dtype), LEAST)
-    return log_decay_BTH if padding_BT is None else jnp.where(padding_BT[..., None], 0, log_decay_BTH)
+    log_decay = jnp.maximum(log_decay.astype(dtype), LEAST)
+    if padding_BT is None:
+        return log_decay
+    return jnp.where(padding_BT[(..., *[None] * (log_decay.ndim - 2))], 0, log_decay)
+
+
+def like(decay: Float[Array, "*d"], x: Float[Array, "*x"]) -> Float[Array, "*y"]:
+    """A decay of heads or of channels with as many dimensions as x, whose last is that of channels."""
+    return decay if decay.ndim == x.ndim else decay[..., None]
 
 
 def sums_through(log_decay: Float[Array, "*shape"], axis: int) -> Float[Array, "*shape"]:

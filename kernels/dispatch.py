@@ -20,6 +20,8 @@ class Call(NamedTuple):
     chunk_size: int | None = None
     segments: bool = False
     log_decay: bool = False
+    """Whether there is a decay, of heads or of channels."""
+    channel_decay: bool = False
 
     @property
     def tokens(self) -> int:
@@ -35,10 +37,16 @@ class Implementation(NamedTuple):
     """Why it does not support a call; None if it does."""
     is_kernel: bool = False
     """Whether it consists of our GPU kernels. On other devices these are interpreted, for tests."""
+    with_channels: Callable[..., Any] | None = None
+    """Computes calls with ``channel_log_decay_BTHM``, in place of ``compute``; None: it does not support them."""
 
     def refusal(self, call: Call) -> str | None:
         """Why it cannot compute a call; None if it can."""
-        return triton.MISSING if self.is_kernel and triton.MISSING is not None else self.refuses(call)
+        if self.is_kernel and triton.MISSING is not None:
+            return triton.MISSING
+        if call.channel_decay and self.with_channels is None:
+            return "it does not support channel_log_decay_BTHM"
+        return self.refuses(call)
 
 
 class Chosen(NamedTuple):
@@ -47,7 +55,8 @@ class Chosen(NamedTuple):
     name: str
     compute: Callable[..., Any]
     runs_BT: Array | None
-    log_decay_BTH: Array | None
+    log_decay: Array | None
+    """(B, T, H), or (B, T, H, M) of channels."""
 
 
 class Dispatcher(NamedTuple):
@@ -83,8 +92,8 @@ class Dispatcher(NamedTuple):
 
     def start(self, named: str | None, dtype: jnp.dtype, heads: Mapping[str, Array],
               others: Mapping[str, tuple[Array | None, str]] | None = None, *, causal: bool = True,
-              segment_ids_BT: Array | None, log_decay_BTH: Array | None, chunk_size: int | None = None,
-              **sizes: int) -> Chosen:
+              segment_ids_BT: Array | None, log_decay_BTH: Array | None,
+              channel_log_decay_BTHM: Array | None = None, chunk_size: int | None = None, **sizes: int) -> Chosen:
         """Checks the inputs of a call, chooses its implementation and prepares segments and decays.
 
         Args:
@@ -92,9 +101,10 @@ class Dispatcher(NamedTuple):
             dtype: that of the sums, which decays get.
             heads: queries, keys and values by name.
             others: other arrays, or None, and the letters of their dimensions.
-            causal: as in the call, like the three that follow.
+            causal: as in the call, like the four that follow.
             segment_ids_BT: see ``segments``.
             log_decay_BTH: see ``decay``.
+            channel_log_decay_BTHM: see ``channel_decay``.
             chunk_size: None picks the fastest.
             sizes: by letter, those that are not sizes of heads.
 
@@ -102,13 +112,19 @@ class Dispatcher(NamedTuple):
             ValueError, TypeError: see ``checks``.
             NotImplementedError: the named implementation does not support the call.
         """
-        checks.check_sequence(heads, others or {}, segment_ids_BT, log_decay_BTH, chunk_size, sizes)
-        call = Call(heads, causal, chunk_size, segment_ids_BT is not None, log_decay_BTH is not None)
-        name = self.choose(call, named)
+        log_decays = {"log_decay_BTH": log_decay_BTH, "channel_log_decay_BTHM": channel_log_decay_BTHM}
+        checks.check_sequence(heads, others or {}, segment_ids_BT, log_decays, chunk_size, sizes)
+        per_channel = channel_log_decay_BTHM is not None
+        log_decay = channel_log_decay_BTHM if per_channel else log_decay_BTH
+        name = self.choose(Call(heads, causal, chunk_size, segment_ids_BT is not None, log_decay is not None,
+                                per_channel), named)
         runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-        if log_decay_BTH is not None:
-            log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
-        return Chosen(name, self.implementations[name].compute, runs_BT, log_decay_BTH)
+        if log_decay is not None:
+            log_decay = decay.prepare(log_decay, dtype, None if runs_BT is None else runs_BT < 0)
+        form = self.implementations[name]
+        compute = form.with_channels if per_channel else form.compute
+        assert compute is not None
+        return Chosen(name, compute, runs_BT, log_decay)
 
 
 def refuses_heads(call: Call, widest: Mapping[str, int], condition: str = "") -> str | None:

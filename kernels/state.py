@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .decay import sums_after, sums_through
+from .decay import like, sums_after, sums_through
 
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""
@@ -31,20 +31,21 @@ class StateUpdate(NamedTuple):
 
     state: State
     """The term: the state after them from a state of zero."""
-    decay_factor_BH: Array
+    decay_factor: Array
+    """(B, H), or (B, H, M) with a decay of channels."""
 
     @classmethod
-    def of(cls, state: State, runs_BT: Array | None, log_decay_BTH: Array | None) -> "StateUpdate":
+    def of(cls, state: State, runs_BT: Array | None, log_decay: Array | None) -> "StateUpdate":
         """The update with this term; an initial state belongs to run 0."""
-        factor_BH = (jnp.ones_like(state.z_BHM[..., 0]) if log_decay_BTH is None else
-                     jnp.exp(log_decay_BTH.sum(axis=1)))
+        factor = jnp.ones_like(state.z_BHM[..., 0]) if log_decay is None else jnp.exp(log_decay.sum(axis=1))
         if runs_BT is not None:
-            factor_BH = jnp.where((runs_BT.max(axis=1) <= 0)[:, None], factor_BH, 0)
-        return cls(state, factor_BH)
+            goes_on_B = runs_BT.max(axis=1) <= 0
+            factor = jnp.where(goes_on_B[(..., *[None] * (factor.ndim - 1))], factor, 0)
+        return cls(state, factor)
 
     def apply(self, state: State) -> State:
         """The state after the tokens."""
-        before = decayed(state, self.decay_factor_BH)
+        before = decayed(state, self.decay_factor)
         return State(before.s_BHMD + self.state.s_BHMD, before.z_BHM + self.state.z_BHM)
 
 
@@ -95,18 +96,19 @@ def remove_rounding_along_z(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_
     return dq_TM - factor_T[..., None] * z_M
 
 
-def decayed(state: State, decay_BH: Array | None) -> State:
-    """The state times a decay; None leaves it unchanged."""
-    if decay_BH is None:
+def decayed(state: State, decay: Array | None) -> State:
+    """The state times a decay, (B, H) or (B, H, M); None leaves it unchanged."""
+    if decay is None:
         return state
-    return State(decay_BH[..., None, None] * state.s_BHMD, decay_BH[..., None] * state.z_BHM)
+    decay = like(decay, state.z_BHM)
+    return State(decay[..., None] * state.s_BHMD, decay * state.z_BHM)
 
 
 def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize: bool,
-            log_decay_BH: Array | None = None) -> tuple[State, Array]:
+            log_decay: Array | None = None) -> tuple[State, Array]:
     """The state after one more token, and its y, in the dtype of the state."""
     dtype = state.s_BHMD.dtype
-    state = decayed(state, None if log_decay_BH is None else jnp.exp(log_decay_BH))
+    state = decayed(state, None if log_decay is None else jnp.exp(log_decay))
     q_BHM, k_BHM, v_BHD = q_BHM.astype(dtype), k_BHM.astype(dtype), v_BHD.astype(dtype)
     state = State(state.s_BHMD + k_BHM[..., :, None] * v_BHD[..., None, :], state.z_BHM + k_BHM)
     return state, divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD, precision=EXACT),
@@ -114,13 +116,13 @@ def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize
 
 
 def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-                log_decay_BTH: Array | None = None) -> State:
+                log_decay: Array | None = None) -> State:
     """The state after the last run, with the initial state if that is also the first run."""
     dtype = initial.s_BHMD.dtype
     k_BTHM, v_BTHD = k_BTHM.astype(dtype), v_BTHD.astype(dtype)
-    if log_decay_BTH is not None:
-        k_BTHM *= jnp.exp(sums_after(log_decay_BTH, axis=1))[..., None]
-        initial = decayed(initial, jnp.exp(log_decay_BTH.sum(axis=1)))
+    if log_decay is not None:
+        k_BTHM *= like(jnp.exp(sums_after(log_decay, axis=1)), k_BTHM)
+        initial = decayed(initial, jnp.exp(log_decay.sum(axis=1)))
     if runs_BT is not None:
         last_B = jnp.maximum(runs_BT.max(axis=1), 0)
         k_BTHM = jnp.where((runs_BT == last_B[:, None])[:, :, None, None], k_BTHM, 0)
@@ -132,11 +134,11 @@ def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | N
 
 
 def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None,
-                 log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
+                 log_decay: Array | None = None) -> tuple[Array, Array]:
     """The terms of the initial state in numerator and denominator, for the first run only."""
     q_BTHM = q_BTHM.astype(initial.s_BHMD.dtype)
-    if log_decay_BTH is not None:
-        q_BTHM *= jnp.exp(sums_through(log_decay_BTH, axis=1))[..., None]
+    if log_decay is not None:
+        q_BTHM *= like(jnp.exp(sums_through(log_decay, axis=1)), q_BTHM)
     if runs_BT is not None:
         q_BTHM = jnp.where((runs_BT == 0)[:, :, None, None], q_BTHM, 0)
     return (jnp.einsum("bthm,bhmd->bthd", q_BTHM, initial.s_BHMD, precision=EXACT),

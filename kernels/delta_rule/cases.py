@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cases import Arrays, AttentionCase, Case, TimedAttention, TimedForm
+from ..cases import Arrays, AttentionCase, Case, LogDecay, TimedAttention, TimedForm
 from ..mixed_precision import to_float32
 from .api import delta_rule, pick_implementation
 
+Beta = Literal["sigmoid", "one", "above one"]
 FORMS = ("chunked", "recurrent")
 # float64 and float32: errors accumulate from token to token. At a correlation of 0.99 a gradient is off by up to
 # 1.5e-6, seven times less than the bound. bfloat16: only y and the gradients are rounded, to 8 bits, 1.7e-3 RMS.
@@ -25,7 +26,7 @@ class DeltaRuleCase(AttentionCase):
     _: KW_ONLY
     correlation: float = 0.0
     """Approximate correlation of the keys of a head: they share a component."""
-    beta: Literal["sigmoid", "one", "above one"] = "sigmoid"
+    beta: Beta = "sigmoid"
     """``sigmoid``: between 0 and 1. ``above one``: the stored value flips its sign, at up to 0.95 of its size."""
     state: bool = True
 
@@ -51,9 +52,9 @@ class DeltaRuleCase(AttentionCase):
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         y, state = delta_rule(
-            inputs["q"], inputs["k"], inputs["v"], inputs["beta"], log_decay_BTH=inputs.get("log_decay"),
-            initial_state=inputs.get("state"), segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size,
-            implementation=implementation)
+            inputs["q"], inputs["k"], inputs["v"], inputs["beta"], initial_state=inputs.get("state"),
+            segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size, implementation=implementation,
+            **self.decay_argument(inputs))
         return {"y": y, "final state": state}
 
 
@@ -63,7 +64,7 @@ def _small(title: str, T: int, M: int = 5, D: int = 7, *, dtype: str = "float64"
                          tolerance=TOLERANCES[dtype], **options)
 
 
-def _alike(correlation: float, beta: Literal["sigmoid", "one", "above one"], dtype: str = "float32",
+def _alike(correlation: float, beta: Beta, dtype: str = "float32",
            **options: Any) -> DeltaRuleCase:
     """Correlated keys, as in a trained model: the hard case for a triangular system."""
     return _small(f"correlation {correlation:g}, β {beta}", 200, 32, 16, dtype=dtype, implementations=("chunked",),
@@ -87,6 +88,27 @@ _TESTED = (
     _alike(0.99, "one", "bfloat16", log_decay="mixed"),
     _alike(0.99, "above one", "bfloat16", slow=True),
     _small("several chunks", 200, dtype="bfloat16"),
+)
+
+
+def _channels(title: str, T: int, M: int = 5, D: int = 7, *, log_decay: LogDecay = "mixed",
+              **options: Any) -> DeltaRuleCase:
+    """With a decay per channel."""
+    return _small(f"{title}, {log_decay} decay per channel", T, M, D, log_decay=log_decay, channels=True, **options)
+
+
+_ALIKE: tuple[tuple[LogDecay, float, Beta, str], ...] = (
+    ("strong", 0.99, "above one", "float32"), ("strong", 0.99, "one", "bfloat16"),
+    ("mixed", 0.99, "above one", "bfloat16"), ("zero", 0.99, "one", "float32"), ("mixed", 0.9, "one", "float32"),
+    ("zero", 0.9, "above one", "bfloat16"))
+_CHANNELS = (
+    _channels("one token", 1),
+    _channels("several chunks", 70, chunk_size=16, implementations=("reference", *FORMS, None), beta="above one"),
+    _channels("chunks of one, segments", 9, chunk_size=1, segments=True),
+    _channels("odd chunks, segments", 70, chunk_size=9, segments=True, state=False),
+    *(_channels(f"correlation {correlation:g}, β {beta}", 130, 32, 16, dtype=dtype, log_decay=kind, chunk_size=64,
+                correlation=correlation, beta=beta, segments=kind == "strong", implementations=("chunked",))
+      for kind, correlation, beta, dtype in _ALIKE),
 )
 
 
@@ -129,6 +151,8 @@ _COMPILED = (
     _compiled(1, 4096, 8, 128, 128, gpu_kernels=("delta_rule_",), log_decay="mixed"),
     _compiled(1, 4096, 4, 64, 64, "float32", gpu_kernels=("delta_rule_",), log_decay="mixed", segments=True),
     _compiled(1, 4096, 4, 128, 128, "float32", log_decay="mixed", segments=True),
+    _compiled(1, 4096, 12, 64, 64, log_decay="mixed", channels=True, segments=True),
+    _compiled(1, 1, 12, 64, 64, log_decay="mixed", channels=True),
     _compiled(1, 1, 12, 64, 64, gpu_kernels=("recurrent_step",), gradients=False, log_decay="mixed"),
 )
 
@@ -148,7 +172,7 @@ _ON_A_GPU = (
     _on_a_gpu(1, 8192, 12, 64, "bfloat16", correlation=0.99, log_decay="mixed"),
 )
 
-CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_ON_A_GPU)
+CASES: tuple[Case, ...] = (*_TESTED, *_CHANNELS, *_INTERPRETED, *_COMPILED, *_ON_A_GPU)
 
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:

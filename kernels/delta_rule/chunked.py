@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import cpu, mixed_precision
+from .. import mixed_precision
 from ..chunks import Chunks, join, split
+from ..cpu import transposed
 from ..decay import Decays
 from ..remat import save_for_backward
 from ..segments import visible
@@ -41,6 +42,7 @@ def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initia
     return _chunked(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH, chunk_size)
 
 
+@jax.custom_vjp
 def inverse(lower_CC: Array) -> Array:
     """(1 + A)⁻¹ of strictly lower triangular A: …, C, C.
 
@@ -66,6 +68,19 @@ def inverse(lower_CC: Array) -> Array:
                                 jnp.concatenate([corner, second], axis=-1)], axis=-2)
         width *= 2
     return done[..., 0, :C, :C]
+
+
+def _inverse_forward(lower_CC):
+    inverse_CC = inverse(lower_CC)
+    return inverse_CC, inverse_CC
+
+
+def _inverse_backward(inverse_CC, gradient_CC):
+    upper_CC = transposed(inverse_CC)
+    return -jnp.tril(product("...ij,...jk->...ik", product("...ij,...jk->...ik", upper_CC, gradient_CC), upper_CC), -1),
+
+
+inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _substitute(lower_II: Array) -> Array:
@@ -145,17 +160,11 @@ class _Parts(NamedTuple):
         carried = unit_LL if gates.keeps is None else unit_LL * gates.keeps[..., None, None]
         return cls(queries_NBHCS, keys_NBHCS, lower_NBHCS, queries_NBHCS * gates.inside, inverse_NBHCS,
                    product("nbhcs,nbhsd->nbhcd", solve_NBHCS, v), erased_NBHCM, writing_NBHCM,
-                   carried - product("nbhmc,nbhcl->nbhml", _transposed(writing_NBHCM), erased_NBHCM))
+                   carried - product("nbhmc,nbhcl->nbhml", transposed(writing_NBHCM), erased_NBHCM))
 
     def written(self, before_NBHMD: Array) -> Array:
         """U, from the states before the chunks."""
         return self.own_NBHCD - product("nbhcm,nbhmd->nbhcd", self.erased_NBHCM, before_NBHMD)
-
-
-def _transposed(x: Array) -> Array:
-    """Its last two dimensions transposed in memory: XLA's CPU products run at half the speed if they transpose an
-    operand themselves."""
-    return cpu.compute_once(x.swapaxes(-1, -2))
 
 
 def _scaled(x_NBHCM: Array, scale_NBHC: Array | None) -> Array:
@@ -163,7 +172,7 @@ def _scaled(x_NBHCM: Array, scale_NBHC: Array | None) -> Array:
     return x_NBHCM if scale_NBHC is None else x_NBHCM * scale_NBHC[..., None]
 
 
-def _carry(moves_NBHML: Array, updates_NBHMD: Array, initial_BHMD: Array, *,
+def carry(moves_NBHML: Array, updates_NBHMD: Array, initial_BHMD: Array, *,
            reverse: bool = False) -> tuple[Array, Array]:
     """The state before each chunk (after it, in reverse) and the final one."""
 
@@ -192,8 +201,8 @@ def _forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_
                                                          dtype, C)
     gates = _Gates.of(log_decay_NBHC, runs_NBC, C, dtype)
     parts = _Parts.of(q, k, v, beta, gates)
-    updates_NBHMD = product("nbhmc,nbhcd->nbhmd", _transposed(parts.writing_NBHCM), parts.own_NBHCD)
-    before_NBHMD, end_BHMD = _carry(parts.moves_NBHML, updates_NBHMD, initial_BHMD)
+    updates_NBHMD = product("nbhmc,nbhcd->nbhmd", transposed(parts.writing_NBHCM), parts.own_NBHCD)
+    before_NBHMD, end_BHMD = carry(parts.moves_NBHML, updates_NBHMD, initial_BHMD)
     y_NBHCD = (product("nbhcs,nbhsd->nbhcd", parts.scores_NBHCS, parts.written(before_NBHMD))
                + _scaled(product("nbhcm,nbhmd->nbhcd", q, before_NBHMD), gates.reads))
     y_BTHD, before_NBHMD = save_for_backward((join(y_NBHCD, T).astype(v_BTHD.dtype), before_NBHMD))
@@ -214,14 +223,14 @@ def _backward(C, saved, gradients):
     written_NBHCD = parts.written(before_NBHMD)
 
     # Gradients of the state run backwards in time.
-    dwritten_NBHCD = product("nbhsc,nbhcd->nbhsd", _transposed(parts.scores_NBHCS), dy)
-    dupdates_NBHMD = (product("nbhmc,nbhcd->nbhmd", _transposed(_scaled(q, gates.reads)), dy)
-                      - product("nbhmc,nbhcd->nbhmd", _transposed(parts.erased_NBHCM), dwritten_NBHCD))
-    dafter_NBHMD, dinitial_BHMD = _carry(_transposed(parts.moves_NBHML), dupdates_NBHMD, dend_BHMD, reverse=True)
+    dwritten_NBHCD = product("nbhsc,nbhcd->nbhsd", transposed(parts.scores_NBHCS), dy)
+    dupdates_NBHMD = (product("nbhmc,nbhcd->nbhmd", transposed(_scaled(q, gates.reads)), dy)
+                      - product("nbhmc,nbhcd->nbhmd", transposed(parts.erased_NBHCM), dwritten_NBHCD))
+    dafter_NBHMD, dinitial_BHMD = carry(transposed(parts.moves_NBHML), dupdates_NBHMD, dend_BHMD, reverse=True)
     dwritten_NBHCD += product("nbhcm,nbhmd->nbhcd", parts.writing_NBHCM, dafter_NBHMD)
 
     # (1 + A) U = β E, with the errors E = V − r K S: gradients of β E and A, then of their factors.
-    dright_NBHCD = product("nbhsc,nbhcd->nbhsd", _transposed(parts.inverse_NBHCS), dwritten_NBHCD)
+    dright_NBHCD = product("nbhsc,nbhcd->nbhsd", transposed(parts.inverse_NBHCS), dwritten_NBHCD)
     dsystem_NBHCS = -jnp.tril(product("nbhcd,nbhsd->nbhcs", dright_NBHCD, written_NBHCD), -1)
     derased = product("nbhcd,nbhmd->nbhcm", dright_NBHCD, before_NBHMD)
     dbeta_NBHC = (jnp.sum(dright_NBHCD * v, axis=4) - jnp.sum(_scaled(k, gates.reads) * derased, axis=4)
@@ -236,7 +245,7 @@ def _backward(C, saved, gradients):
     dwriting = product("nbhcd,nbhmd->nbhcm", written_NBHCD, dafter_NBHMD)
     dq = product("nbhcs,nbhsm->nbhcm", dqueries_NBHCS, k) + _scaled(dq_state, gates.reads)
     dk = (product("nbhcs,nbhsm->nbhcm", dkeys_NBHCS + dkeys_NBHCS.swapaxes(3, 4), k)
-          + product("nbhsc,nbhcm->nbhsm", _transposed(dqueries_NBHCS), q)
+          + product("nbhsc,nbhcm->nbhsm", transposed(dqueries_NBHCS), q)
           + _scaled(dreading, gates.reads) + _scaled(dwriting, gates.writes))
     dlog_decay_BTH = None
     if pull is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cases import Arrays, AttentionCase, Case, TimedAttention, TimedForm, state_shapes
+from ..cases import Arrays, AttentionCase, Case, LogDecay, TimedAttention, TimedForm, state_shapes
 from . import tuning
 from .api import State, linear_attention, pick_implementation
 from .chunk_size import pick_chunk_sizes
@@ -57,8 +57,8 @@ class LinearAttentionCase(AttentionCase):
         state = State(inputs["s"], inputs["z"]) if self.state else None
         y, end = linear_attention(
             inputs["q"], inputs["k"], inputs["v"], causal=self.causal, normalize=self.normalize, initial_state=state,
-            segment_ids_BT=inputs.get("segment_ids"), log_decay_BTH=inputs.get("log_decay"),
-            chunk_size=self.chunk_size, implementation=implementation)
+            segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size, implementation=implementation,
+            **self.decay_argument(inputs))
         return {"y": y, "final s": end.s_BHMD, "final z": end.z_BHM}
 
 
@@ -96,6 +96,32 @@ _PLAIN = (
     _plain("mixed decay", 200, log_decay="mixed", dtype="bfloat16", implementations=PLAIN_FORMS, slow=True),
     _plain("mixed decay, not normalised", 200, log_decay="mixed", normalize=False, dtype="bfloat16",
            implementations=("chunked",)),
+)
+
+
+_CHANNEL_FORMS = ("chunked", "recurrent")
+_ROUNDED: tuple[tuple[LogDecay, str], ...] = (
+    ("strong", "float32"), ("strong", "bfloat16"), ("mixed", "bfloat16"), ("zero", "float32"))
+
+
+def _channels(title: str, T: int, M: int = 5, D: int = 7, *, dtype: str = "float32", log_decay: LogDecay = "mixed",
+              implementations: Sequence[str | None] = _CHANNEL_FORMS, **options: Any) -> LinearAttentionCase:
+    """With a decay per channel. Computed in float32: in bfloat16 only y and the gradients are rounded."""
+    return LinearAttentionCase(3, T, 2, M, D, dtype=dtype, title=f"{title}, {log_decay} decay per channel, {dtype}",
+                               log_decay=log_decay, channels=True, implementations=tuple(implementations),
+                               tolerance=KERNEL_TOLERANCES.get(dtype, 1e-13), **options)
+
+
+_CHANNELS = (
+    _channels("one token", 1, dtype="float64"),
+    _channels("several chunks", 70, dtype="float64", chunk_size=16,
+              implementations=("reference", *_CHANNEL_FORMS, None)),
+    _channels("segments", 70, dtype="float64", chunk_size=16, segments=True),
+    _channels("chunks of one, segments", 9, dtype="float64", chunk_size=1, segments=True, normalize=False),
+    _channels("odd chunks, not normalised", 50, chunk_size=9, normalize=False, state=False),
+    *(_channels("a chunk of 64", 130, 16, 8, dtype=dtype, log_decay=kind, chunk_size=64, segments=kind == "strong",
+                implementations=("chunked",))
+      for kind, dtype in _ROUNDED),
 )
 
 
@@ -205,6 +231,8 @@ _COMPILED = (
     _compiled(1, 4096, 12, 64, 64, log_decay="mixed", normalize=False, segments=True),
     replace(_compiled(1, 1, 12, 64, 64, log_decay="mixed"), gpu_kernels=("recurrent_step",)),
     replace(_compiled(1, 4096, 12, 64, 64, "bfloat16", "chunked"), gpu_kernels=()),
+    replace(_compiled(1, 4096, 12, 64, 64, log_decay="mixed", channels=True, segments=True), gpu_kernels=()),
+    replace(_compiled(1, 1, 12, 64, 64, log_decay="mixed", channels=True), gpu_kernels=()),
     *(_compiled(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule,
                 device_kind=row.device) for row in tuning.rows() for schedule in SCHEDULES),
 )
@@ -260,7 +288,7 @@ def _tuned(B: int, T: int, H: int, width: int) -> LinearAttentionCase:
 _TUNED = (_tuned(1, 2048, 12, 64), _tuned(8, 1024, 8, 64), _tuned(1, 16_384, 12, 64), _tuned(4, 2048, 16, 128),
           _tuned(2, 16_384, 16, 128))
 
-CASES: tuple[Case, ...] = (*_PLAIN, *_KERNEL, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
+CASES: tuple[Case, ...] = (*_PLAIN, *_CHANNELS, *_KERNEL, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
 
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:

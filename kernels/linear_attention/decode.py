@@ -66,7 +66,7 @@ def _forward(q_BTHM, k_BTHM, v_BTHD, initial, normalize, log_decay_BTH):
 def _backward(normalize, saved, gradients):
     def plain(q_BTHM, k_BTHM, v_BTHD, initial, log_decay_BTH):
         state, y_BHD = advance(initial, q_BTHM[:, 0], k_BTHM[:, 0], v_BTHD[:, 0], normalize=normalize,
-                               log_decay_BH=None if log_decay_BTH is None else log_decay_BTH[:, 0])
+                               log_decay=None if log_decay_BTH is None else log_decay_BTH[:, 0])
         return y_BHD[:, None].astype(v_BTHD.dtype), state
 
     return jax.vjp(plain, *saved)[1](gradients)

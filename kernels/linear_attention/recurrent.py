@@ -16,13 +16,14 @@ from ..state import EXACT, State, advance, decayed, divide, final_state
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-              normalize: bool, log_decay_BTH: Array | None = None,
+              normalize: bool, log_decay_BTH: Array | None = None, channel_log_decay_BTHM: Array | None = None,
               features: Callable[[Array], Array] = lambda x: x) -> tuple[Array, State]:
     """``lax.scan`` over tokens with one state: the form that decodes. Causal only.
 
     ``features`` is applied to q and k of each token; it must not close over arrays that are differentiated.
     """
-    return _recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features)
+    log_decay = log_decay_BTH if channel_log_decay_BTHM is None else channel_log_decay_BTHM
+    return _recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay, normalize, features)
 
 
 class _Token(NamedTuple):
@@ -35,11 +36,12 @@ class _Token(NamedTuple):
     """Whether a segment after the first starts here: the state before it does not count."""
     valid_B: Array | None
     """False on padding, which leaves the state unchanged and has y = 0."""
-    log_decay_BH: Array | None
+    log_decay: Array | None
+    """(B, H), or (B, H, M) of channels."""
 
     @classmethod
     def all(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, runs_BT: Array | None,
-            log_decay_BTH: Array | None) -> "_Token":
+            log_decay: Array | None) -> "_Token":
         """All tokens, time first."""
         starts_TB = valid_TB = None
         if runs_BT is not None:
@@ -47,7 +49,7 @@ class _Token(NamedTuple):
             starts_TB = latest_TB > jnp.concatenate([jnp.zeros_like(latest_TB[:1]), latest_TB[:-1]])
             valid_TB = runs_BT.T >= 0
         return cls(q_BTHM.swapaxes(0, 1), k_BTHM.swapaxes(0, 1), v_BTHD.swapaxes(0, 1), starts_TB, valid_TB,
-                   None if log_decay_BTH is None else log_decay_BTH.swapaxes(0, 1))
+                   None if log_decay is None else log_decay.swapaxes(0, 1))
 
     def feature_pair(self, features: Callable[[Array], Array]) -> tuple[Array, Array]:
         """φ(q) and φ(k), 0 on padding."""
@@ -66,20 +68,20 @@ class _Token(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features):
+def _recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay, normalize, features):
     def step(state, token):
         q_BHM, k_BHM = token.feature_pair(features)
         state, y_BHD = advance(token.before(state), q_BHM, k_BHM, token.v_BHD, normalize=normalize,
-                               log_decay_BH=token.log_decay_BH)
+                               log_decay=token.log_decay)
         return state, y_BHD.astype(v_BTHD.dtype)
 
-    end, y_TBHD = lax.scan(step, initial, _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH))
+    end, y_TBHD = lax.scan(step, initial, _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay))
     return y_TBHD.swapaxes(0, 1), end
 
 
-def _forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features):
-    return (_recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features),
-            (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH))
+def _forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay, normalize, features):
+    return (_recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay, normalize, features),
+            (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay))
 
 
 def _backward(normalize, features, saved, gradients):
@@ -92,7 +94,7 @@ def _backward(normalize, features, saved, gradients):
     gradient of a log decay, exp(g_t) ⟨S_{t−1}, G_t⟩, takes both states of a token: the first scan keeps the state
     before every √T tokens, and the second computes those in between again.
     """
-    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH = saved
+    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay = saved
     dy_BTHD, dend = gradients
     dtype = initial.s_BHMD.dtype
 
@@ -102,7 +104,7 @@ def _backward(normalize, features, saved, gradients):
     def advanced(state, token):
         q_BHM, k_BHM = token.feature_pair(features)
         return q_BHM, *advance(token.before(state), q_BHM, k_BHM, token.v_BHD, normalize=normalize,
-                               log_decay_BH=token.log_decay_BH)
+                               log_decay=token.log_decay)
 
     def forwards(state, inputs):
         token, dy_BHD = inputs
@@ -127,12 +129,13 @@ def _backward(normalize, features, saved, gradients):
         v_BHD = token.v_BHD.astype(dtype)
         dk_BHM = token.masked(jnp.einsum("bhmd,bhd->bhm", ds_BHMD, v_BHD, precision=EXACT) + dz_BHM)
         dv_BHD = jnp.einsum("bhmd,bhm->bhd", ds_BHMD, k_BHM, precision=EXACT).astype(v_BTHD.dtype)
-        dstate, dlog_decay_BH = State(ds_BHMD, dz_BHM), None
-        if token.log_decay_BH is not None:
-            dstate = decayed(dstate, jnp.exp(token.log_decay_BH))
-            dlog_decay_BH = (jnp.sum(before.s_BHMD * dstate.s_BHMD, axis=(2, 3))
-                             + jnp.sum(before.z_BHM * dstate.z_BHM, axis=2))
-        return token.before(dstate), (pull(token.k_BHM, dk_BHM), dv_BHD, dlog_decay_BH)
+        dstate, dlog_decay = State(ds_BHMD, dz_BHM), None
+        if token.log_decay is not None:
+            dstate = decayed(dstate, jnp.exp(token.log_decay))
+            dlog_decay = jnp.sum(before.s_BHMD * dstate.s_BHMD, axis=3) + before.z_BHM * dstate.z_BHM
+            if token.log_decay.ndim == 2:
+                dlog_decay = dlog_decay.sum(axis=2)
+        return token.before(dstate), (pull(token.k_BHM, dk_BHM), dv_BHD, dlog_decay)
 
     def forwards_through(state, inputs):
         end, found = lax.scan(forwards, state, inputs)
@@ -141,15 +144,15 @@ def _backward(normalize, features, saved, gradients):
     def backwards_through(dstate, inputs):
         tokens, (_, dnumerator, ddenominator), state = inputs
         before = None
-        if log_decay_BTH is not None:
+        if log_decay is not None:
             before = lax.scan(lambda state, token: (advanced(state, token)[1], token.before(state)), state, tokens)[1]
         return lax.scan(backwards, dstate, (tokens, dnumerator, ddenominator, before), reverse=True)
 
     # Pieces of √T tokens, and the rest; only the rest if no state has to be saved.
     T = q_BTHM.shape[1]
     length = math.isqrt(T)
-    pieces = 0 if log_decay_BTH is None else T // length
-    tokens = _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH)
+    pieces = 0 if log_decay is None else T // length
+    tokens = _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay)
     first, last = (jax.tree.map(part, (tokens, dy_BTHD.swapaxes(0, 1))) for part in (
         lambda x: x[:pieces * length].reshape(pieces, length, *x.shape[1:]), lambda x: x[pieces * length:]))
     state, of_first = lax.scan(forwards_through, initial, first)

@@ -15,25 +15,35 @@ from ..state import State, divide, final_state, from_initial
 
 
 def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-             normalize: bool, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
+             normalize: bool, log_decay_BTH: Array | None = None,
+             channel_log_decay_BTHM: Array | None = None) -> tuple[Array, State]:
     """The masked T × T product, materialised."""
     dtype = initial.s_BHMD.dtype
     T = q_BTHM.shape[1]
-    scores_BHTS = jnp.einsum("bthm,bshm->bhts", q_BTHM, k_BTHM, precision=lax.Precision.HIGHEST,
-                             preferred_element_type=dtype)
+
+    def decay_BHTSM(log_decay_BTHM: Array) -> Array:
+        later_TSM = jnp.tril(jnp.ones((T, T), bool), -1)[..., None]
+        log_decay_BHTSM = jnp.where(later_TSM, log_decay_BTHM.swapaxes(1, 2)[:, :, :, None], 0)
+        return jnp.exp(jnp.cumsum(log_decay_BHTSM, axis=2))
+
+    if channel_log_decay_BTHM is not None:
+        scores_BHTS = jnp.einsum("bthm,bshm,bhtsm->bhts", q_BTHM.astype(dtype), k_BTHM.astype(dtype),
+                                 decay_BHTSM(channel_log_decay_BTHM), precision=lax.Precision.HIGHEST)
+    else:
+        scores_BHTS = jnp.einsum("bthm,bshm->bhts", q_BTHM, k_BTHM, precision=lax.Precision.HIGHEST,
+                                 preferred_element_type=dtype)
     if log_decay_BTH is not None:
-        later_TS = jnp.tril(jnp.ones((T, T), bool), -1)
-        log_decay_BHTS = jnp.where(later_TS, log_decay_BTH.transpose(0, 2, 1)[..., None], 0)
-        scores_BHTS *= jnp.exp(jnp.cumsum(log_decay_BHTS, axis=2))
+        scores_BHTS *= decay_BHTSM(log_decay_BTH[..., None])[..., 0]
     if causal:
         scores_BHTS = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None, None], scores_BHTS, 0)
     if runs_BT is not None:
         scores_BHTS = jnp.where(visible(runs_BT, runs_BT)[:, None], scores_BHTS, 0)
     numerator_BTHD = jnp.einsum("bhts,bshd->bthd", scores_BHTS, v_BTHD.astype(dtype), precision=lax.Precision.HIGHEST)
     denominator_BTH = scores_BHTS.sum(axis=3).transpose(0, 2, 1)
-    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT, log_decay_BTH)
+    log_decay = log_decay_BTH if channel_log_decay_BTHM is None else channel_log_decay_BTHM
+    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT, log_decay)
     y_BTHD = divide(numerator_BTHD + initial_BTHD, denominator_BTH + initial_BTH if normalize else None)
-    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH)
+    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT, log_decay)
 
 
 def rowwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

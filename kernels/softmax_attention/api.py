@@ -78,7 +78,7 @@ def softmax_attention(
                 runs_BT: Array | None) -> tuple[Array]:
         return (chosen.compute(q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH),)
 
-    inputs = q_BTHD, k_BTHD, v_BTHD, chosen.log_decay_BTH
+    inputs = q_BTHD, k_BTHD, v_BTHD, chosen.log_decay
     if window is not None and window <= q_BTHD.shape[1] and devices_of(q_BTHD.shape[1]) > 1:
         y_BTHD = over_windows(lambda *arguments: compute(*arguments)[0], inputs, chosen.runs_BT, window - 1)
     else:

@@ -33,14 +33,18 @@ def case(op, T, ids, decays):
     tokens = {"k": jnp.exp(draw(1, B, T, H, M)), "v": draw(2, B, T, H, D)} | ({"g": g} if decays else {})
     q, state = jnp.exp(draw(0, B, T, H, M)), jnp.exp(draw(4, B, H, M, D))
     options = {"segment_ids_BT": ids}
+    decay = "log_decay_BTH"
+    if op.endswith("_channels"):
+        decay, op = "channel_log_decay_BTHM", op.removesuffix("_channels")
+        tokens["g"] = -jnp.exp(draw(3, B, T, H, M) - 1)
     if op == "linear":
         call = lambda q, k, v, s, z, g=None: linear_attention(
-            q, k, v, log_decay_BTH=g, initial_state=State(s, z), chunk_size=8, **options)
+            q, k, v, initial_state=State(s, z), chunk_size=8, **options, **{decay: g})
         return call, tokens | {"q": q}, {"s": state, "z": jnp.exp(draw(5, B, H, M))}
     if op == "delta":
         tokens |= {"q": draw(0, B, T, H, M), "k": unit(draw(1, B, T, H, M)), "beta": jax.nn.sigmoid(draw(6, B, T, H))}
         call = lambda q, k, v, beta, s, g=None: delta_rule(
-            q, k, v, beta, log_decay_BTH=g, initial_state=s, chunk_size=8, **options)
+            q, k, v, beta, initial_state=s, chunk_size=8, **options, **{decay: g})
         return call, tokens, {"s": state}
     if op == "delta_kernel":  # values of width D + M are too wide for it
         q, k, v = (draw(n, B, T, H, 40) for n in range(3))
@@ -87,7 +91,8 @@ print(json.dumps([compute(*case) for case in json.loads(sys.argv[1])]))
 
 ONE = (1, 1, 1, 1)
 MESHES = ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2))
-OPS = ("linear", "delta", "delta_kernel", "power", "softmax", "window7", "window40", "convolution")
+OPS = ("linear", "linear_channels", "delta", "delta_channels", "delta_kernel", "power", "softmax", "window7",
+       "window40", "convolution")
 """The last mesh splits the two heads of softmax attention; the others add heads of zeros."""
 
 
@@ -101,7 +106,8 @@ def compute(*cases: tuple) -> list[dict]:
       for segments, decays in ((True, True), (False, False), (True, False))
       if (op, segments, decays) != ("linear", True, True)
       and not (decays and op.startswith(("window", "convolution")))  # they have no decay
-      and not (op == "delta_kernel" and not decays))])  # slow when interpreted
+      and not (op == "delta_kernel" and not decays)
+      and not (op.endswith("_channels") and not decays))])  # slow when interpreted
 def test_outputs_states_and_gradients_are_those_of_one_device(op, segments, decays):
     expected, *split = compute(*((sizes, op, 64, segments, decays) for sizes in (ONE, *MESHES)))
     for sizes, found in zip(MESHES, split, strict=True):
