@@ -140,7 +140,7 @@ def linear_attention(
 
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
-                        segments: bool = False, log_decay: bool = False) -> str:
+                        segments: bool = False, log_decay: bool = False, channel_decay: bool = False) -> str:
     """The implementation that None stands for, given arrays, or shapes and dtypes, on the device that is traced for."""
     return _DISPATCHER.pick(Call({"q_BTHM": q_BTHM, "k_BTHM": k_BTHM, "v_BTHD": v_BTHD}, causal, chunk_size, segments,
-                                 log_decay))
+                                 log_decay, channel_decay))

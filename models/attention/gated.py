@@ -1,10 +1,12 @@
-"""``gated``: linear attention with a decay of the state for each head and token.
+"""``gated``: linear attention with a decay of the state for each token and head, or channel.
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ      y_t = S_tᵀ q_t      g_t = −exp(A_log) softplus(a(x_t) + b)
 
 The decay of Mamba-2 (Dao, Gu: "Transformers are SSMs", 2024) without its factor Δ_t on the write; Simple GLA in
-flash-linear-attention. With ``decay fixed``, one constant per head: Sun et al., "Retentive Network", 2023. Convolution,
-norms and output gate are those of ``LayerOptions``.
+flash-linear-attention. With ``decay fixed``, one constant per head: Sun et al., "Retentive Network", 2023. With ``decay
+channel``, Diag(exp(g_t)) with g_t = log sigmoid(a(x_t) + b) / 16 and a of low rank: Yang, Wang, Shen, Panda, Kim:
+"Gated Linear Attention Transformers with Hardware-Efficient Training", 2023 (GLA). Convolution, norms and output gate
+are those of ``LayerOptions``.
 """
 
 from dataclasses import dataclass
@@ -18,19 +20,30 @@ from jax import Array
 from kernels.linear_attention import State, linear_attention, pick_chunk_sizes, pick_implementation
 from kernels.segments import segment_of_new
 from kernels.state import zero_state
-from models.attention.gates import InputDecay, RecurrentOptions, fixed_log_decay
+from models.attention.gates import ChannelForgetGate, InputDecay, RecurrentOptions, fixed_log_decay
 from models.attention.recurrence import Recurrence
 from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
+from support.ranges import Count
 
 
 @dataclass(frozen=True)
 class Config(RecurrentOptions):
     """Options of linear attention with a decay."""
 
-    decay: Literal["input", "fixed"] = "input"
-    """Decay of the state. input: computed from each token; fixed: one constant per head."""
+    decay: Literal["input", "fixed", "channel"] = "input"
+    """Decay of the state. input: of each head, computed from each token; fixed: one constant per head; channel: of each
+    channel, computed from each token."""
+    decay_rank: Count = 16
+    """Rank of the projection that ``decay channel`` is computed from."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
-    """Implementation. None: the fastest on this device."""
+    """Implementation. None: the fastest on this device. ``decay channel`` has only chunked."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay == "channel" and self.kernel not in (None, "chunked"):
+            raise ConfigError(f"{self.path('kernel')} is {self.kernel}, which does not support decay channel; expected "
+                              "chunked")
 
 
 class Attention(SelfAttention):
@@ -44,13 +57,15 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         self.rotary = config.rotary
-        self.decay = InputDecay(width, heads, rngs=rngs) if config.decay == "input" else None
+        self.decay = (InputDecay(width, heads, rngs=rngs) if config.decay == "input" else
+                      ChannelForgetGate(width, config.decay_rank, heads, head_width, rngs=rngs)
+                      if config.decay == "channel" else None)
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         return linear_attention(q_BTHD, k_BTHD, v_BTHD, normalize=False, segment_ids_BT=segment_ids_BT,
-                                log_decay_BTH=self._log_decay(x_BTE), chunk_size=self.config.chunk_size,
-                                implementation=self.config.kernel)[0]
+                                chunk_size=self.config.chunk_size, implementation=self.config.kernel,
+                                **self._log_decay(x_BTE))[0]
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
         return zero_state(batch, self.heads, self.head_width, self.head_width)
@@ -59,16 +74,21 @@ class Attention(SelfAttention):
                lengths_B: Array | None = None) -> tuple[Array, State]:
         segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
         return linear_attention(q_BTHD, k_BTHD, v_BTHD, normalize=False, segment_ids_BT=segment_ids_BT,
-                                log_decay_BTH=self._log_decay(x_BTE), initial_state=cache)
+                                initial_state=cache, **self._log_decay(x_BTE))
 
-    def _log_decay(self, x_BTE: Array) -> Array:
-        """g of each token and head, (B, T, H)."""
+    def _log_decay(self, x_BTE: Array) -> dict[str, Any]:
+        """g of each token and head, or channel, by the argument of the op."""
+        if isinstance(self.decay, ChannelForgetGate):
+            return {"channel_log_decay_BTHM": self.decay(x_BTE)}
         if self.decay is not None:
-            return self.decay(x_BTE)
-        return jnp.broadcast_to(fixed_log_decay(self.heads)[None, None], (*x_BTE.shape[:2], self.heads))
+            return {"log_decay_BTH": self.decay(x_BTE)}
+        shape = *x_BTE.shape[:2], self.heads
+        return {"log_decay_BTH": jnp.broadcast_to(fixed_log_decay(self.heads)[None, None], shape)}
 
     @property
-    def recurrence(self) -> Recurrence:
+    def recurrence(self) -> Recurrence | None:
+        if isinstance(self.decay, ChannelForgetGate):
+            return None
         return Recurrence(decay=fixed_log_decay(self.heads) if self.decay is None else self.decay.data)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
@@ -83,7 +103,8 @@ class Attention(SelfAttention):
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str:
         x_BTHD = self._shape(self.max_length, dtype)
-        return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.config.chunk_size)
+        return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.config.chunk_size,
+                                                         channel_decay=self.config.decay == "channel")
 
     def _shape(self, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Of queries, keys and values of a sequence."""

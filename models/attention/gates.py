@@ -1,6 +1,7 @@
 """Gates computed from the layer's input: decays and write strengths.
 
-Each has a value per token and head, in float32 for any compute dtype, since log decays are summed.
+Each has a value per token and head, a decay also per channel, in float32 for any compute dtype, since log decays are
+summed.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from support.ranges import Count, Natural
 
 RATES = 1.0, 16.0
 STEPS = 1e-3, 0.1
+FORGET_TEMPERATURE = 16
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,27 @@ class HeadGate(Linear):
         """The same as data, for :class:`Recurrence`."""
         return Gate(*self.parameters, self.constants_H, self.from_gate)
 
-    def flops(self, tokens: int) -> int:
-        """Floating-point operations of the linear map."""
-        return 2 * tokens * self.in_features * self.out_features
-
 
 class WriteStrength(HeadGate):
     """β of a token, from 0 to 1: sigmoid(w(x))."""
 
     from_gate = staticmethod(jax.nn.sigmoid)
+
+
+class WideWriteStrength(HeadGate):
+    """β of a token, from 0 to 2: 2 sigmoid(w(x)).
+
+    With β above 1 a write changes the sign of what its key reads, without which no state can alternate: Grazzi, Siems,
+    Zela, Franke, Hutter, Pontil: "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues", 2024.
+    """
+
+    @staticmethod
+    def from_gate(gate: Array) -> Array:
+        return 2 * jax.nn.sigmoid(gate)
+
+
+WRITE_STRENGTHS = {1: WriteStrength, 2: WideWriteStrength}
+"""By the largest β."""
 
 
 class ForgetGate(HeadGate):
@@ -92,10 +106,7 @@ class InputDecay(HeadGate):
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
         super().__init__(width, heads, rngs=rngs)
         assert self.bias is not None
-        rates_H = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *RATES)
-        steps_H = jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32, *np.log(STEPS).tolist()))
-        self.log_rate_H = nnx.Param(jnp.log(rates_H), **declare("heads", decays=False))
-        self.bias[...] = jnp.log(jnp.expm1(steps_H))
+        self.log_rate_H, self.bias[...] = initial_decay(heads, heads, rngs)
 
     @staticmethod
     def from_gate(gate: Array, log_rate: Array) -> Array:
@@ -104,6 +115,64 @@ class InputDecay(HeadGate):
     @property
     def constants_H(self) -> tuple[Array, ...]:
         return self.log_rate_H[...],
+
+
+def initial_decay(heads: int, biases: int, rngs: nnx.Rngs) -> tuple[nnx.Param, Array]:
+    """A and b of :class:`InputDecay`."""
+    rates_H = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *RATES)
+    steps = jnp.exp(jax.random.uniform(rngs.params(), (biases,), jnp.float32, *np.log(STEPS).tolist()))
+    return nnx.Param(jnp.log(rates_H), **declare("heads", decays=False)), jnp.log(jnp.expm1(steps))
+
+
+class LowRank(Linear):
+    """A product with a matrix of low rank: a projection to ``rank`` numbers, then this one."""
+
+    def __init__(self, width: int, rank: int, outputs: int, *, rngs: nnx.Rngs):
+        super().__init__(rank, outputs, axes=(None, "heads"), rngs=rngs)
+        self.down = Linear(width, rank, axes=("width", None), rngs=rngs)
+
+    def without_bias(self, x: Array) -> Array:
+        return super().without_bias(self.down(x))
+
+    def flops(self, tokens: int) -> int:
+        return super().flops(tokens) + self.down.flops(tokens)
+
+
+class ChannelGate(LowRank):
+    """A number for each token and channel: a function of a linear map of low rank of the layer's input."""
+
+    def __init__(self, width: int, rank: int, heads: int, head_width: int, *, rngs: nnx.Rngs):
+        super().__init__(width, rank, heads * head_width, rngs=rngs)
+        self.heads = heads
+
+    def gate(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H D"]:
+        """a(x) + b, in float32 or better."""
+        return project_to_float32(self.down(x_BTE), *self.parameters).reshape(*x_BTE.shape[:2], self.heads, -1)
+
+
+class ChannelForgetGate(ChannelGate):
+    """A log decay per channel, g ≤ 0: log sigmoid(a(x) + b) / 16.
+
+    Yang, Wang, Shen, Panda, Kim: "Gated Linear Attention Transformers with Hardware-Efficient Training", 2023.
+    """
+
+    def __call__(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H D"]:
+        return jax.nn.log_sigmoid(self.gate(x_BTE)) / FORGET_TEMPERATURE
+
+
+class ChannelDecay(ChannelGate):
+    """A log decay per channel: that of :class:`InputDecay`, with A per head and b per channel.
+
+    Kimi Team: "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
+    """
+
+    def __init__(self, width: int, rank: int, heads: int, head_width: int, *, rngs: nnx.Rngs):
+        super().__init__(width, rank, heads, head_width, rngs=rngs)
+        assert self.bias is not None
+        self.log_rate_H, self.bias[...] = initial_decay(heads, heads * head_width, rngs)
+
+    def __call__(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H D"]:
+        return InputDecay.from_gate(self.gate(x_BTE), self.log_rate_H[...][None, None, :, None])
 
 
 def fixed_log_decay(heads: int) -> Float[np.ndarray, " H"]:

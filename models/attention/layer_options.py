@@ -16,6 +16,8 @@ class LayerOptions:
 
     short_conv: Natural = 0
     """Kernel size of a causal depthwise convolution of q, k and v. 0: none."""
+    conv_init: Literal["identity", "normal"] = "identity"
+    """Initial taps of the convolution. identity: 1 for the token itself; normal: random, as the projections."""
     qk_activation: Literal["none", "silu"] = "none"
     """Activation of q, k and v, after projection and convolution."""
     qk_norm: Literal["none", "l2", "rms"] = "none"

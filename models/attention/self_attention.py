@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kernels.gated_norm import gated_norm
 from kernels.project_heads import HeadWeights, project_heads
 from kernels.projection import project
-from models.attention.layer_options import layer_options
+from models.attention.layer_options import LayerOptions, layer_options
 from models.attention.recurrence import Recurrence
 from models.attention.rotary import rotate
 from models.parameters import Axis, declare, own_parameters
@@ -38,11 +38,34 @@ class Linear(nnx.Linear):
     def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return project(x, *self.parameters)
 
+    def without_bias(self, x: Array) -> Array:
+        """The product with the weight."""
+        return project(x, self.kernel[...], None)
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of the product."""
+        return 2 * tokens * self.in_features * self.out_features
+
     @property
     def parameters(self) -> tuple[Array, Array]:
         """Weight, (E, F), and bias."""
         assert self.bias is not None
         return self.kernel[...], self.bias[...]
+
+
+def open_gate(gate: Linear, activation: Literal["sigmoid", "silu"]) -> None:
+    """Initialises an output gate as a factor of 1: random gates take hundreds of steps to open."""
+    assert gate.bias is not None
+    gate.kernel[...] = jnp.zeros_like(gate.kernel[...])
+    gate.bias[...] = jnp.full_like(gate.bias[...], OPEN_GATE_BIAS[activation])
+
+
+def initial_taps(options: LayerOptions, channels: int, rngs: nnx.Rngs) -> list[Float[Array, "K F"]]:
+    """The taps of the short convolutions of queries, keys and values. The last is that of the token itself."""
+    shape = options.short_conv, channels
+    if options.conv_init == "normal":
+        return [INITIAL_SCALE * jax.random.normal(rngs.params(), shape) for _ in range(3)]
+    return [jnp.zeros(shape).at[-1].set(1) for _ in range(3)]
 
 
 class LayerCache(NamedTuple):
@@ -100,18 +123,14 @@ class SelfAttention(nnx.Module):
         self.output = Linear(heads * head_width, width, axes=("heads", "width"), shared=True, rngs=rngs)
         options = self.options = layer_options(config)
         if options.short_conv:
-            # Initialised as the identity: the last tap is the token's own.
-            first_KF = jnp.zeros((options.short_conv, heads * head_width)).at[-1].set(1)
             self.query_taps_KF, self.key_taps_KF, self.value_taps_KF = (
-                nnx.Param(first_KF + 0, **declare(None, "heads", decays=False)) for _ in range(3))
+                nnx.Param(taps_KF, **declare(None, "heads", decays=False))
+                for taps_KF in initial_taps(options, heads * head_width, rngs))
         if options.output_norm != "none":
             self.output_scale_HD = nnx.Param(jnp.ones((heads, head_width)), **declare("heads", None, decays=False))
         if options.output_gate != "none":
             self.gate = Linear(width, heads * head_width, axes=("width", "heads"), rngs=rngs)
-            # Initialised as a factor of 1: random gates take hundreds of steps to open.
-            assert self.gate.bias is not None
-            self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
-            self.gate.bias[...] = jnp.full_like(self.gate.bias[...], OPEN_GATE_BIAS[options.output_gate])
+            open_gate(self.gate, options.output_gate)
 
     def forward(self, x_BTE: Float[Array, "B T E"], cache: LayerCache | None = None, *, causal: bool = True,
                 positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
@@ -172,9 +191,8 @@ class SelfAttention(nnx.Module):
         if options.output_norm != "none":
             scale_HD = self.output_scale_HD[...]
         if options.output_gate != "none":
-            w_EF, bias_F = self.gate.parameters
-            gate_BTHD = project(x_BTE, w_EF, None).reshape(y_BTHD.shape)  # gated_norm adds the bias
-            bias_HD = bias_F.reshape(y_BTHD.shape[2:])
+            gate_BTHD = self.gate.without_bias(x_BTE).reshape(y_BTHD.shape)  # gated_norm adds the bias
+            bias_HD = self.gate.parameters[1].reshape(y_BTHD.shape[2:])
         if (options.output_norm, options.output_gate) != ("none", "none"):
             y_BTHD = gated_norm(y_BTHD, scale_HD, gate_BTHD, bias_HD, activation=options.output_gate)
         return y_BTHD.reshape(*y_BTHD.shape[:2], -1)
@@ -264,8 +282,8 @@ class SelfAttention(nnx.Module):
     def layer_flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         """:meth:`flops`, including the convolutions of queries, keys and values, and the output gate."""
         F = self.heads * self.head_width
-        gate = 2 * self.width * F if self.options.output_gate != "none" else 0
-        return self.flops(tokens, context, causal=causal) + tokens * (gate + 3 * 2 * self.options.short_conv * F)
+        gate = self.gate.flops(tokens) if self.options.output_gate != "none" else 0
+        return self.flops(tokens, context, causal=causal) + gate + tokens * 3 * 2 * self.options.short_conv * F
 
     def layer_state_bytes(self, context: int) -> int:
         """:meth:`state_bytes`, including the history of the convolutions."""
