@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from . import mixed_precision
-from .cpu import transposed
+from .cpu import compute_once, transposed
 
 product = functools.partial(mixed_precision.product, exact=True)
 
@@ -125,6 +125,7 @@ def _backward(saved, gradients):
         dk += level.joined(dwriting * level.halves(level.writes)[0], zeros)
         dlog_writes += level.joined(dwriting * writing, zeros)
         dlog_reads += level.joined(dlast_before, dreads)
+        dpairs, dxs, dk, dlog_reads, dlog_writes = compute_once((dpairs, dxs, dk, dlog_reads, dlog_writes))
     for n, x in enumerate(xs):
         dxs[n] += dpairs[n][..., 0] * k
         dk += dpairs[n][..., 0] * x

@@ -33,6 +33,9 @@ VARIANTS = {
     "gated_delta+rotary": {"decay": False, "rotary": True, "output_gate": "none"},
     "window+narrow": {"window": 7},
     "power+ungated": {"gate": False, "output_norm": "rms"},
+    "gated+channel": {"decay": "channel", "decay_rank": 3, "conv_init": "normal"},
+    "gated_delta+range": {"write_range": 2, "conv_init": "normal", "short_conv": 2},
+    "kda+range": {"write_range": 2, "rank": 3, "short_conv": 0, "output_gate": "none"},
     "gated+fixed": {"decay": "fixed", "short_conv": 0, "output_norm": "none", "output_gate": "none"},
 }
 """Modes with options; names begin with the mode's."""
