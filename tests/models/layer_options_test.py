@@ -12,10 +12,10 @@ from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
 from models import attention, encoder, gpt
-from models.attention.gates import InputDecay, fixed_log_decay
+from models.attention.gates import ChannelDecay, InputDecay, fixed_log_decay
 from models.attention.layer_options import LayerOptions
 from models.attention.rotary import rotate
-from models.attention.self_attention import SelfAttention
+from models.attention.self_attention import Linear, SelfAttention
 from models.parameters import declarations
 from support.errors import ConfigError
 
@@ -101,6 +101,50 @@ def test_a_decay_begins_between_its_bounds_and_stays_float32():
     assert np.all(log_decay_BTH < 0)
 
 
+def test_a_decay_per_channel_has_a_rate_per_head_and_a_step_per_channel():
+    decay = ChannelDecay(E, 3, H, 64, rngs=nnx.Rngs(0))
+    assert decay.log_rate_H.shape == (H,)
+    steps = np.asarray(jax.nn.softplus(decay.parameters[1]))
+    assert steps.shape == (H * 64,)
+    assert 0.99e-3 < steps.min() < steps.max() < 0.101
+    x_BTE = X_BTE.astype(jnp.bfloat16)
+    log_decay_BTHM = decay(x_BTE)
+    assert log_decay_BTHM.dtype == jnp.float32
+    gate_BTHM = decay.gate(x_BTE)
+    for h, rate in enumerate(np.exp(decay.log_rate_H[...])):
+        np.testing.assert_allclose(log_decay_BTHM[:, :, h], -rate * jax.nn.softplus(gate_BTHM[:, :, h]), rtol=1e-5)
+
+
+def test_kda_is_the_delta_rule_with_decays_and_a_gate_of_low_rank():
+    layer = build("kda", rank=3, write_range=2, short_conv=0, qk_activation="none", output_norm="none")
+    layer.gate.kernel[...] = jax.random.normal(jax.random.key(9), (3, H * D))
+    q, k, v = (getattr(layer, name)(X_BTE).reshape(B, T, H, D) for name in ("query", "key", "value"))
+    q, k = (x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    beta_BTH, factor_BTHM = 2 * jax.nn.sigmoid(Linear.__call__(layer.write, X_BTE)), jnp.exp(layer.decay(X_BTE))
+    gate_BTF = layer.gate.down(X_BTE) @ layer.gate.kernel[...] + layer.gate.parameters[1][None, None]
+    state, y = np.zeros((B, H, D, D)), []
+    for t in range(T):
+        state = np.asarray(factor_BTHM[:, t])[..., None] * state
+        error = np.asarray(v[:, t]) - np.einsum("bhm,bhmd->bhd", k[:, t], state)
+        state += np.einsum("bh,bhm,bhd->bhmd", beta_BTH[:, t], k[:, t], error)
+        y.append(np.einsum("bhm,bhmd->bhd", q[:, t], state))
+    expected = layer.output(np.stack(y, axis=1).reshape(B, T, H * D).astype(np.float32)
+                            * 2 * jax.nn.sigmoid(gate_BTF))
+    np.testing.assert_allclose(forward(layer, X_BTE)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_decay_of_gla():
+    layer = build("gated", decay="channel", decay_rank=3)
+    gate_BTF = layer.decay.down(X_BTE) @ layer.decay.kernel[...] + layer.decay.parameters[1][None, None]
+    np.testing.assert_allclose(layer.decay(X_BTE), np.asarray(jax.nn.log_sigmoid(gate_BTF)).reshape(B, T, H, D) / 16,
+                               rtol=1e-4)
+
+
+def test_taps_that_begin_at_random_have_the_scale_of_projections():
+    taps_KF = build("softmax", short_conv=4, conv_init="normal", head_width=400).query_taps_KF[...]
+    assert np.std(taps_KF) == pytest.approx(0.02, rel=0.05)
+
+
 def test_a_fixed_decay_is_that_of_retnet():
     np.testing.assert_allclose(np.exp(fixed_log_decay(3)), [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128], rtol=1e-6)
 
@@ -143,9 +187,16 @@ def test_a_head_need_not_be_its_share_of_the_width():
     ("performer", {"features": -3}, "at least 1"),
     ("performer", {"resample_every": -1}, "at least 0"),
     ("performer", {"chunk_size": 0}, "at least 1"),
-    ("gated", {"decay": "none"}, "input or fixed"),
+    ("gated", {"decay": "none"}, "input, fixed or channel"),
+    ("gated", {"decay_rank": 0}, "at least 1"),
+    ("gated", {"kernel": "pallas_gpu", "decay": "channel"}, "chunked"),
     ("gated_delta", {"qk_norm": "rms"}, "none or l2"),
     ("gated_delta", {"chunk_size": 0}, "at least 1"),
+    ("gated_delta", {"write_range": 3}, "1 or 2"),
+    ("kda", {"rank": 0}, "at least 1"),
+    ("kda", {"qk_norm": "rms"}, "none or l2"),
+    ("kda", {"write_range": 0}, "1 or 2"),
+    ("softmax", {"conv_init": "zeros"}, "identity or normal"),
     ("reformer", {"rounds": 0}, "at least 1"),
     ("reformer", {"chunk_size": 0}, "at least 1"),
     ("reformer", {"resample_every": -1}, "at least 0"),

@@ -92,7 +92,7 @@ def check(model: GPT, batch: int = 1) -> None:
     ("linear", {}), ("chunked", {"feature_map": "softplus", "normalize": True}),
     ("performer", {"phi": "performer_relu"}),
     ("gated", {}), ("gated", {"decay": "fixed", "qk_norm": "rms"}), ("gated_delta", {}),
-    ("gated_delta", {"decay": False})])
+    ("gated_delta", {"decay": False}), ("gated_delta", {"write_range": 2})])
 def test_a_mode_with_a_recurrence(mode, more, options):
     model = make_model((mode,), options | more, positions="learned")
     assert model.blocks[0].attention.recurrence is not None
@@ -102,6 +102,10 @@ def test_a_mode_with_a_recurrence(mode, more, options):
 @pytest.mark.parametrize(("mode", "options"), [("chunked", {}), ("gated_delta", {"rotary": True})])
 def test_rotary_positions(mode, options):
     check(make_model((mode,), options, positions="rotary"))
+
+
+def test_a_decay_per_channel():
+    check(make_model(("gated",), {"decay": "channel"}))
 
 
 @pytest.mark.parametrize("mode", attention.sampling_modes())
