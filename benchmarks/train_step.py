@@ -42,7 +42,7 @@ from support.ranges import Count, Positive
 from training import accounting
 from training.abstract_step import step_and_shapes
 from training.environment import peak_bytes
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.step import StepMetrics, abstract_model, initial_state
 
 
@@ -157,7 +157,7 @@ class Step:
         self.peak_bytes = peak_bytes(self._compiled)
         timing.check_memory(self.peak_bytes)
         # Array by array, without jit: XLA takes long to compile the initialisation of a large model as one program.
-        transform = make_optimizer(config.optimizer, decay_mask(abstract_model(config, vocabulary_size)))
+        transform = model_optimizer(config.optimizer, abstract_model(config, vocabulary_size))
         self._state = initial_state(config, vocabulary_size, transform)
 
     def __call__(self) -> StepMetrics:

@@ -159,19 +159,29 @@ class SpeechDataConfig:
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "radam"] = "adamw"
+    name: Literal["adamw", "radam", "muon"] = "adamw"
     """adamw: Adam with decoupled weight decay; radam: the same with a rectified adaptive learning rate, which needs no
-    warm-up."""
+    warm-up; muon: orthogonalised momentum for the matrices of the blocks, adamw for embeddings, vectors and the
+    head."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. With inverse_sqrt, the factor of the schedule."""
-    schedule: Literal["cosine", "constant", "drop", "inverse_sqrt"] = "cosine"
-    """Schedule after warm-up. cosine: decays from the peak to final_fraction over the rest of the run; constant: stays
-    at the peak; drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
-    1 / sqrt(step), independent of the length of the run."""
+    adam_learning_rate: Positive | None = None
+    """With muon: peak learning rate of what adamw trains. None: learning_rate."""
+    momentum: ProperFraction = 0.95
+    """With muon: decay rate of the momentum of the matrices."""
+    schedule: Literal["cosine", "wsd", "constant", "drop", "inverse_sqrt"] = "cosine"
+    """Schedule after warm-up. cosine: decays from the peak to final_fraction over the rest of the run; wsd: stays at
+    the peak and decays to final_fraction over the last decay_fraction of the run; constant: stays at the peak; drop:
+    falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to 1 / sqrt(step),
+    independent of the length of the run."""
+    decay_fraction: Fraction = 0.2
+    """With schedule wsd: the part of the run, at its end, in which the learning rate decays."""
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """With schedule wsd: linear, or sqrt, 1 − √ of the completed part of the decay."""
     drop_step: Count | None = None
     """With schedule drop: the last step at the peak learning rate."""
     final_fraction: Fraction = 0.1
-    """Final learning rate of the schedules cosine and drop, as a fraction of the peak."""
+    """Final learning rate of the schedules cosine, wsd and drop, as a fraction of the peak."""
     warmup_steps: Natural = 100
     """Steps of linear warm-up to the peak. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or,
     without steps, of --train.minutes."""

@@ -21,7 +21,7 @@ from models.gpt import GPT, resolve_config
 from sampling.token_step import token_step
 from sampling.weights import from_product_weights, to_product_weights
 from training.environment import peak_bytes
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.step import initial_state, jit_step, make_model, make_train_step
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_the_plain_forms_on_the_cpu(mode):
 def test_training_steps_give_the_same_bits_each_time(mode):
     config = make_config(mode, "bfloat16")
     model = make_model(config, VOCABULARY)
-    transform = make_optimizer(config.optimizer, decay_mask(model))
+    transform = model_optimizer(config.optimizer, model)
     step = jit_step(make_train_step(model, config, transform))
 
     def train() -> list[np.ndarray]:

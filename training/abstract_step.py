@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from configs.schema import Config
 from data.loader import Batch
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.sharding import batch_sharding, state_shardings, with_shardings
 from training.step import TrainState, abstract_model, initial_state, jit_step, make_train_step
 
@@ -17,7 +17,7 @@ def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = No
         jax.stages.Wrapped, tuple[TrainState, Batch, jax.ShapeDtypeStruct]]:
     """The training step of a config under ``jax.jit``, and the shapes of its arguments, sharded over a mesh if any."""
     model = abstract_model(config, vocabulary_size)
-    transform = make_optimizer(config.optimizer, decay_mask(model))
+    transform = model_optimizer(config.optimizer, model)
     state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
     token_sharding: Any = None
     options: dict[str, Any] = {}

@@ -69,6 +69,9 @@ def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
         raise ConfigError("train.batch_size is 0; expected at least 1, or train.batch_tokens")
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
+    if optimizer.adam_learning_rate is not None and optimizer.name != "muon":
+        raise ConfigError(f"optimizer.adam_learning_rate is {optimizer.adam_learning_rate}, and optimizer.name "
+                          f"{optimizer.name}; expected muon, or None")
     if optimizer.schedule == "drop":
         if optimizer.drop_step is None:
             raise ConfigError("optimizer.drop_step is None; expected a number of steps, as optimizer.schedule is drop")

@@ -17,7 +17,7 @@ from support.errors import ConfigError, RunError
 from training.checkpoint import Checkpoints
 from training.loading import load_model
 from training.objectives import Objective
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.position import Position
 from training.run_files import load_config
 from training.sharding import make_mesh, place, state_shardings
@@ -138,7 +138,7 @@ def save_initial_checkpoint(config: RunConfig, objective: Objective, run_dir: Pa
     Raises:
         CheckpointError: it could not be written.
     """
-    transform = make_optimizer(config.optimizer, decay_mask(objective.model))
+    transform = model_optimizer(config.optimizer, objective.model)
     shapes = jax.eval_shape(lambda: objective.initial(transform))
     shardings = state_shardings(make_mesh(config), objective.model, shapes)
     parameters, variables = jax.jit(lambda: objective.initial(transform)[:2], out_shardings=shardings[:2])()

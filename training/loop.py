@@ -24,7 +24,7 @@ from training.environment import add_to_environment, note_checkpoint, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Evaluator, Objective
-from training.optimizer import decay_mask, global_norm, make_optimizer
+from training.optimizer import global_norm, model_optimizer
 from training.position import Clock, Position, has_reached_end, next_learning_rate, read_position
 from training.progress import ProgressBar
 from training.run_files import CONFIG, ENVIRONMENT, read_environment
@@ -96,7 +96,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         JsonError: ``environment.json`` is damaged.
     """
     mesh = make_mesh(config)
-    transform = make_optimizer(config.optimizer, decay_mask(objective.model))
+    transform = model_optimizer(config.optimizer, objective.model)
 
     def initial() -> steps.TrainState:
         return objective.initial(transform)

@@ -260,11 +260,11 @@ def state_shardings(mesh: Mesh, model: nnx.Module, state: TrainState) -> TrainSt
         state: may be abstract.
     """
     parameters, variables = parameter_shardings(mesh, model)
-    structure = jax.tree.structure(state.parameters)
+    by_path = dict(jax.tree_util.tree_leaves_with_path(parameters))
 
-    def is_moment(tree: Any) -> bool:
-        return jax.tree.structure(tree) == structure
+    def of_parameter(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        # A moment's path ends with that of its parameter.
+        return next((by_path[path[n:]] for n in range(len(path)) if path[n:] in by_path), NamedSharding(mesh, P()))
 
-    optimizer = jax.tree.map(lambda tree: parameters if is_moment(tree) else NamedSharding(mesh, P()), state.optimizer,
-                             is_leaf=is_moment)
+    optimizer = jax.tree_util.tree_map_with_path(of_parameter, state.optimizer)
     return TrainState(parameters, variables, optimizer)

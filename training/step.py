@@ -135,7 +135,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
         return lax.scan(add, nothing, (jnp.arange(parts), split))[0]
 
     def step(state: TrainState, batch: Any, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
-        count = optax.tree.get(state.optimizer, "count")
+        _, count = optax.tree.get_all_with_path(state.optimizer, "count")[0]
         key = jax.random.fold_in(jax.random.key(seed), count)
         state = state._replace(variables=_resampled(model, state, count, key))
         key = jax.random.fold_in(key, LOSS_STREAM)

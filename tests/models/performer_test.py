@@ -30,7 +30,7 @@ from models.attention.self_attention import SelfAttention
 from models.gpt import resolve_config
 from tests.lra import majority_task
 from training.objectives.classification import Classification
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import TrainState, abstract_model, build, initial_state, make_train_step
 
@@ -124,7 +124,7 @@ def training(seed: int = 0) -> tuple[Any, Any, Any]:
                                           modes={"performer": {"features": 8, "resample_every": 2}}))
     config = Config(model=resolved, train=TrainConfig(batch_size=2, seed=seed))
     model = abstract_model(config, 11)
-    transform = make_optimizer(config.optimizer, decay_mask(model))
+    transform = model_optimizer(config.optimizer, model)
     step = make_train_step(model, config, transform)
     return (model, lambda state: step(state, BATCH, jnp.float32(0.01))[0],
             functools.cache(jax.jit(lambda: initial_state(config, 11, transform))))
@@ -192,7 +192,7 @@ def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
                                         modes={"performer": {"features": 8, "resample_every": 1}}))
     config = LraConfig(model=model, data=TaskConfig(task="fake"), train=TrainConfig(batch_size=8))
     objective = Classification(config, majority_task.dataset(val=8))
-    transform = make_optimizer(OptimizerConfig(), decay_mask(objective.model))
+    transform = model_optimizer(OptimizerConfig(), objective.model)
     sharding = batch_sharding(make_mesh(config))
     with jax.numpy_rank_promotion("allow"), objective.batches(start=0, sharding=sharding) as batches:
         update, evaluate = jax.jit(objective.update(transform)), objective.evaluator(sharding)

@@ -15,7 +15,7 @@ from models.encoder import resolve_config
 from tests.lra import majority_task
 from training.objectives.classification import Classification, take
 from training.objectives.examples import order
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import build
 
@@ -38,7 +38,7 @@ def config(*, dropout: float = 0.0, towers: int = 1, **train: Any) -> LraConfig:
 
 
 def optimizer(objective: Classification) -> Any:
-    return make_optimizer(OptimizerConfig(), decay_mask(objective.model))
+    return model_optimizer(OptimizerConfig(), objective.model)
 
 
 def sharding(config: LraConfig) -> Any:

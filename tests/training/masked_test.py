@@ -22,7 +22,7 @@ from tests import small_run
 from training import step as steps
 from training.objectives.masked import MaskedLanguageModelling, make_masked_step
 from training.objectives.masked import mask as mask_tokens
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 
 VOCABULARY = 257
 RECIPE = small_run.RECIPE
@@ -88,7 +88,7 @@ def config(mode: str) -> MaskedConfig:
 def test_a_step_has_the_mean_loss_over_the_targets_of_its_seed_and_number(mode: str):
     given, batch = config(mode), windows(3, 32)
     model = steps.abstract_model(given, VOCABULARY)
-    transform = make_optimizer(given.optimizer, decay_mask(model))
+    transform = model_optimizer(given.optimizer, model)
     state = jax.jit(lambda: steps.initial_state(given, VOCABULARY, transform))()
     after, metrics = jax.jit(make_masked_step(model, given, transform))(state, batch, jnp.float32(1e-2))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(given.train.seed), 0), steps.LOSS_STREAM)

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from configs.schema import OptimizerConfig
+from configs.schema import ModelConfig, OptimizerConfig
+from models.gpt import GPT, resolve_config
+from support.errors import ConfigError
 from sweeps.estimates import STATE_COPIES
-from training.optimizer import global_norm, learning_rate, make_optimizer
+from training.optimizer import global_norm, learning_rate, make_optimizer, matrix_mask, model_optimizer
 
 CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 
@@ -97,6 +100,16 @@ def test_a_constant_rate_stays_at_the_peak():
     assert learning_rate(constant, 1, 0.9) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(("shape", "at_a_quarter"), [("linear", 0.75), ("sqrt", 0.5)])
+def test_warm_up_then_the_peak_then_a_decay(shape, at_a_quarter):
+    wsd = OptimizerConfig(learning_rate=2.0, schedule="wsd", decay_fraction=0.4, decay_shape=shape, final_fraction=0.1,
+                          warmup_steps=4)
+    rates = [learning_rate(wsd, step, step / 100) for step in (0, 3, 4, 59, 60, 70, 100)]
+    assert rates == pytest.approx([0.4, 1.6, 2.0, 2.0, 2.0, 2 * (0.1 + 0.9 * at_a_quarter), 0.2])
+    assert learning_rate(wsd, 120, 1.2) == pytest.approx(0.2)  # the last step of a run in minutes may begin late
+    assert learning_rate(OptimizerConfig(schedule="wsd", decay_fraction=0.0), 500, 0.999) == 1e-3
+
+
 def test_the_rate_drops_after_the_published_3000_updates_of_the_copy_task():
     published = OptimizerConfig(learning_rate=1e-3, schedule="drop", drop_step=3000, final_fraction=0.1, warmup_steps=0)
     rates = [learning_rate(published, update - 1, (update - 1) / 10_000)
@@ -146,6 +159,57 @@ def test_radam_makes_the_updates_of_its_algorithm_with_decoupled_decay():
         np.testing.assert_allclose(updates["a"], expected + 0.5 * np.asarray(parameters["a"]), rtol=1e-4)
     assert not rectified[0]
     assert rectified[-1]
+
+
+MUON = OptimizerConfig(name="muon", learning_rate=0.02, adam_learning_rate=0.005, weight_decay=0.5, momentum=0.9,
+                       clip_norm=None)
+
+
+def test_muon_turns_the_momentum_of_matrices_by_its_singular_vectors():
+    random = np.random.default_rng(0)
+    parameters = {"matrix": jnp.asarray(random.normal(size=(6, 9)), jnp.float32)}
+    transform = make_optimizer(MUON, {"matrix": True}, {"matrix": True})
+    gradients = [random.normal(size=(6, 9)) for _ in range(2)]
+    state, momentum, updates = transform.init(parameters), np.zeros((6, 9)), None
+    for gradient in gradients:
+        updates, state = transform.update({"matrix": jnp.asarray(gradient, jnp.float32)}, state, parameters)
+        momentum = 0.9 * momentum + 0.1 * gradient
+    update: Any = updates
+    found = np.asarray(update["matrix"]) - 0.5 * np.asarray(parameters["matrix"])
+    # Nesterov's momentum, up to a factor, which the orthogonalisation takes away.
+    left, _, right = np.linalg.svd(0.9 * momentum / (1 - 0.9**3) + 0.1 * gradients[-1] / (1 - 0.9**2),
+                                   full_matrices=False)
+    turned = left.T @ found @ right.T  # nearly diagonal, with singular values of about 1 times the scale
+    np.testing.assert_allclose(turned - np.diag(np.diag(turned)), 0, atol=1e-4)
+    assert np.all((np.diag(turned) / (0.2 * np.sqrt(9)) > 0.6) & (np.diag(turned) / (0.2 * np.sqrt(9)) < 1.3))
+
+
+def test_with_muon_adamw_trains_the_rest_with_its_own_rate():
+    parameters = {"embedding": jnp.full((3, 2), 4.0), "bias": jnp.full(2, 4.0), "matrix": jnp.ones((2, 2))}
+    decays = {"embedding": True, "bias": False, "matrix": True}
+    gradients = jax.tree.map(jnp.ones_like, parameters)
+    transform = make_optimizer(MUON, decays, {"embedding": False, "bias": False, "matrix": True})
+    updates: Any = transform.update(gradients, transform.init(parameters), parameters)[0]
+    np.testing.assert_allclose(updates["bias"], np.full(2, 0.25), rtol=1e-4)  # 0.005 / 0.02
+    np.testing.assert_allclose(updates["embedding"], np.full((3, 2), 0.25 * (1 + 0.5 * 4)), rtol=1e-4)
+
+
+def test_muon_takes_every_projection_of_a_block_and_nothing_else():
+    config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("kda",), dtype="float32"))
+    mask = matrix_mask(nnx.eval_shape(lambda: GPT(config, 11, rngs=nnx.Rngs(0))))
+    taken = {jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("blocks.0.")
+             for path, takes in jax.tree_util.tree_leaves_with_path(mask) if takes}
+    assert taken == {f"{name}.kernel" for name in (
+        "mlp.hidden", "mlp.output", *(f"attention.{name}" for name in (
+            "query", "key", "value", "output", "write", "decay", "decay.down", "gate", "gate.down")))}
+
+
+def test_muon_refuses_what_is_no_matrix():
+    config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("synthesizer",),
+                                        dtype="float32"))
+    with pytest.raises(ConfigError, match=r"muon, and the parameter blocks\.0\.attention\.scores_HLL has shape "
+                                          r"\(2, 8, 8\), which is no matrix; expected adamw"):
+        model_optimizer(MUON, nnx.eval_shape(lambda: GPT(config, 11, rngs=nnx.Rngs(0))))
 
 
 def test_both_optimizers_have_the_state_that_estimates_of_disk_space_count():

@@ -15,7 +15,7 @@ from models.encoder import resolve_config
 from speech import synthetic
 from support.errors import ConfigError
 from training.objectives.recognition import Recognition, ctc_losses, decode, error_rate, take
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import build
 
@@ -120,7 +120,7 @@ def sharding() -> Any:
 
 
 def optimizer(objective: Recognition) -> Any:
-    return make_optimizer(OptimizerConfig(), decay_mask(objective.model))
+    return model_optimizer(OptimizerConfig(), objective.model)
 
 
 @functools.cache

@@ -13,12 +13,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from configs.schema import Config, MeshConfig, ModelConfig, TrainConfig
+from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from models.attention.self_attention import Linear
 from models.gpt import GPT, resolve_config
 from models.parameters import declare
 from support.errors import ConfigError
 from tests import several_devices
+from training.optimizer import model_optimizer
 from training.sharding import (
     AXES,
     check_shards,
@@ -40,7 +41,7 @@ from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from data.loader import Batch
 from models.gpt import resolve_config
 from training import step as steps
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.sharding import batch_sharding, make_mesh, put, state_shardings
 
 CONTEXT = 32
@@ -51,12 +52,12 @@ ids_BT = jnp.asarray(np.repeat([[0, 1, 2], [0, 1, -1], [3, 4, 4], [1, 1, 1]], [5
 for name, sizes in json.loads(sys.argv[1]).items():
     model = resolve_config(ModelConfig(layers=len(modes), heads=2, width=16, context=CONTEXT, dtype="float32",
                                        attention=tuple(modes), modes=modes, head=sys.argv[5]))
-    config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
-                    mesh=MeshConfig(**sizes))
+    config = Config(model=model, optimizer=OptimizerConfig(name=sys.argv[6]),
+                    train=TrainConfig(batch_size=4, accumulate=2), mesh=MeshConfig(**sizes))
     mesh = make_mesh(config, jax.devices()[:math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         model = steps.abstract_model(config, 32)
-        transform = make_optimizer(config.optimizer, decay_mask(model))
+        transform = model_optimizer(config.optimizer, model)
         initial = lambda: steps.initial_state(config, 32, transform)
         shardings = state_shardings(mesh, model, jax.eval_shape(initial))
         state = jax.jit(initial, out_shardings=shardings)()
@@ -68,7 +69,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
         for number in range(5):
             state, metrics = step(state, batch, jnp.float32(0.001))
             losses.append(float(metrics.loss))
-            if number == 0:  # the first moment is the gradient times a factor
+            if number == 0 and sys.argv[6] == "adamw":  # the first moment is the gradient times a factor
                 moments = [x for x in jax.tree.leaves(state.optimizer, is_leaf=lambda x: isinstance(x, dict))
                            if isinstance(x, dict)]
                 arrays |= {"gradient" + jax.tree_util.keystr(path): np.asarray(x)  # the step deletes it
@@ -95,10 +96,11 @@ KEY_BIAS = "['key']['bias']"
 """Its gradient is zero but for rounding in modes that a constant in all keys does not change."""
 
 
-def train_on_each_mesh(modes: dict[str, Any], folder: Path, *, segments: bool, head: str) -> dict[str, Any]:
+def train_on_each_mesh(modes: dict[str, Any], folder: Path, *, segments: bool = False, head: str = "tied",
+                       optimizer: str = "adamw") -> dict[str, Any]:
     """Five updates on each mesh."""
     found = several_devices.printed(SCRIPT, json.dumps(MESHES), json.dumps(modes), folder,
-                                    "segments" if segments else "", head, devices=8)
+                                    "segments" if segments else "", head, optimizer, devices=8)
     for name, run in found.items():
         run["arrays"] = dict(np.load(folder / f"{name}.npz"))
     return found
@@ -146,6 +148,16 @@ def test_a_run_on_several_devices_is_that_of_one_and_each_axis_splits_what_it_is
     assert runs["tensor"]["share"] < 0.65  # nor the position embedding
 
 
+@pytest.mark.thorough
+def test_muon_on_several_devices_makes_the_updates_of_one(tmp_path):
+    runs = train_on_each_mesh({"kda": {}}, tmp_path, optimizer="muon")
+    for mesh, found in runs.items():
+        np.testing.assert_allclose(found["losses"], runs["one"]["losses"], rtol=1e-4, err_msg=mesh)
+    assert runs["one"]["losses"][-1] < runs["one"]["losses"][0]
+    assert runs["fsdp"]["share"] < 0.6
+    assert runs["tensor"]["share"] < 0.65
+
+
 def test_projections_are_split_by_heads_and_back_together():
     mesh: Any = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "tensor", "context"))
 
@@ -173,6 +185,13 @@ def test_the_moments_lie_as_the_parameters_do_and_counts_everywhere():
     specs: Any = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, model, state))
     assert specs.parameters == {"kernel": P("fsdp", "tensor"), "bias": P(None)}
     assert specs.optimizer == optax.ScaleByAdamState(P(), specs.parameters, specs.parameters)
+    state = state_of(model, model_optimizer(OptimizerConfig(name="muon"), model))
+    specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, model, state))
+    of_groups = {jax.tree_util.keystr(path): spec
+                 for path, spec in jax.tree_util.tree_leaves_with_path(specs.optimizer)}
+    assert {path for path, spec in of_groups.items() if spec == P("fsdp", "tensor")} == {
+        path for path in of_groups if path.endswith("mu['kernel']")}
+    assert any("matrix" in path for path in of_groups)
 
 
 DEVICES: Any = [types.SimpleNamespace(process_index=0)] * 8

@@ -15,7 +15,7 @@ from flax import nnx
 from configs.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
 from data.loader import Batch
 from models.gpt import resolve_config
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import make_optimizer, model_optimizer
 from training.step import (
     MERGING_OPTIONS,
     SCATTER_OPTIONS,
@@ -47,7 +47,7 @@ def tiny(attention: str = "chunked", *, clip_norm: float = 0.5, **train: Any) ->
 
 
 def optimizer(config: Config) -> Any:
-    return make_optimizer(config.optimizer, decay_mask(abstract_model(config, VOCABULARY)))
+    return model_optimizer(config.optimizer, abstract_model(config, VOCABULARY))
 
 
 def batch() -> Batch:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from configs.schema import RunConfig, TrainConfig
 from training import step as steps
 from training.objectives import Evaluator, evaluate_each
-from training.optimizer import decay_mask, make_optimizer
+from training.optimizer import model_optimizer
 from training.sharding import put
 
 WHOLE_SPLIT = 2000
@@ -153,7 +153,7 @@ def compiled_step(objective: ExampleObjective) -> tuple[Any, Callable[[], Callab
         the step; and a function that makes the initial state, and returns one that makes a step on the first rows of
         ``train`` whenever it is called, and returns the loss.
     """
-    train, transform = objective.config.train, make_optimizer(objective.config.optimizer, decay_mask(objective.model))
+    train, transform = objective.config.train, model_optimizer(objective.config.optimizer, objective.model)
     batch = jax.device_put(objective.take("train", np.arange(train.batch_size)))
     initial, rate = jax.jit(lambda: objective.initial(transform)), jnp.float32(1e-3)
     step = steps.jit_step(objective.update(transform))
