@@ -66,6 +66,17 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             else:
                 out += _switch(name, _BOOLEANS[value.lower()] if equals else True, kind)
             continue
+        if get_args(kind) == (float, ...):
+            if not equals:
+                if not arguments or arguments[0].startswith("--"):
+                    raise ConfigError(f"{given} requires a value: numbers with commas between")
+                value = arguments.pop(0)
+            numbers = [*filter(None, value.split(","))]
+            try:
+                out += [name, *(str(float(number)) for number in numbers)]
+            except ValueError:
+                raise ConfigError(f"{_field(name)} is {value}; expected numbers with commas between") from None
+            continue
         if not _is_checked(kind):  # several values, or a type with a parser of its own
             out.append(token)
             while arguments and not arguments[0].startswith("--"):

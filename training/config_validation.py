@@ -1,6 +1,7 @@
 """Validation of configs."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -69,6 +70,8 @@ def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
         raise ConfigError("train.batch_size is 0; expected at least 1, or train.batch_tokens")
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
+    if train.anneal_at:
+        _check_annealed_points(train, optimizer)
     if optimizer.adam_learning_rate is not None and optimizer.name != "muon":
         raise ConfigError(f"optimizer.adam_learning_rate is {optimizer.adam_learning_rate}, and optimizer.name "
                           f"{optimizer.name}; expected muon, or None")
@@ -78,6 +81,21 @@ def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
         if train.steps is not None and optimizer.drop_step >= train.steps:
             note(f"optimizer.drop_step is {optimizer.drop_step}, and train.steps {train.steps}: the learning rate does "
                  "not drop")
+
+
+def _check_annealed_points(train: TrainConfig, optimizer: OptimizerConfig) -> None:
+    given = f"train.anneal_at is {', '.join(f'{fraction:g}' for fraction in train.anneal_at)}"
+    if optimizer.schedule != "wsd" or train.steps is None:
+        raise ConfigError(f"{given}, with optimizer.schedule {optimizer.schedule} and train.steps {train.steps}; "
+                          "expected wsd and a number of steps")
+    pairs = [*itertools.pairwise((0.0, *train.anneal_at))]
+    if train.anneal_at[-1] != 1 or any(before >= after for before, after in pairs):
+        raise ConfigError(f"{given}; expected increasing fractions of the run that end with 1")
+    for before, after in pairs:
+        begin = after * (1 - optimizer.decay_fraction)
+        if begin < before:
+            raise ConfigError(f"{given}: the decay to {after:g} begins at {begin:g}, before that to {before:g} has "
+                              "ended; expected fractions further apart, or a smaller optimizer.decay_fraction")
 
 
 def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:

@@ -2,9 +2,10 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,15 @@ from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Evaluator, Objective
 from training.optimizer import global_norm, model_optimizer
-from training.position import Clock, Position, has_reached_end, next_learning_rate, read_position
+from training.position import (
+    AnnealedPoint,
+    Clock,
+    Position,
+    annealed_points,
+    has_reached_end,
+    next_learning_rate,
+    read_position,
+)
 from training.progress import ProgressBar
 from training.run_files import CONFIG, ENVIRONMENT, read_environment
 from training.sharding import batch_sharding, make_mesh, on_one_device, state_shardings, with_shardings
@@ -140,8 +149,9 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         watch = StallWatch(timing, stall_seconds, processes.fail)
         if processes.several() or stall_seconds is not None:
             stack.enter_context(watch)
-        loop = _Loop(config, objective.model, mesh, state, clock, timing, per_token, peak, writer, logs, samples,
-                     checkpoints, run_dir, records, evaluate, jax.jit(global_norm), bar, verification, signals, watch)
+        loop = _Loop(config, objective, shapes, shardings, sharding, mesh, state, clock, timing, per_token, peak,
+                     writer, logs, samples, checkpoints, run_dir, records, evaluate, jax.jit(global_norm), bar,
+                     verification, signals, watch)
         stack.enter_context(loop.saved_elsewhere())
         return loop.run(data, update)
 
@@ -151,8 +161,11 @@ class _Loop:
     """The loop and its work between steps."""
 
     config: RunConfig
-    model: Any
-    """The abstract model."""
+    objective: Objective
+    shapes: steps.TrainState
+    """Of the state."""
+    shardings: steps.TrainState
+    batch_sharding: jax.sharding.NamedSharding
     mesh: jax.sharding.Mesh
     state: steps.TrainState
     clock: Clock
@@ -196,11 +209,16 @@ class _Loop:
                 self.sample()
             if not position.evaluation_due:  # in place of the checkpoint without the evaluation
                 self.save()
+        points = annealed_points(config)
         self.resume()
         while True:
             decision = self.decide()
             if decision.finished or decision.signal is not None:
                 break
+            point = points.get(position.step)
+            if point is not None and position.annealed_step < point.end:
+                self.anneal(point, update)
+                continue
             timing.enter("input")
             batch = next(data)
             timing.enter("step")
@@ -392,6 +410,47 @@ class _Loop:
         self.watch.evaluated()
         return self.stop_signal() is not None
 
+    def anneal(self, point: AnnealedPoint, update: Callable[..., tuple[steps.TrainState, steps.StepMetrics]]) -> None:
+        """Decay to a point, write its line and its checkpoint, and go back to the state before the decay.
+
+        A run that is stopped meanwhile begins the decay again: its checkpoint is that of the step before it.
+        """
+        self.record_pending()
+        self.save()
+        self.complete_save()
+        position, began = self.position, time.perf_counter()
+        self.timing.enter("step")
+        with self.objective.batches(start=position.batches, sharding=self.batch_sharding) as data:
+            for step in range(point.begin, point.end):
+                if self._evaluation_stops():
+                    break
+                rate = point.learning_rate(self.config, step)
+                self.state, _ = update(self.state, next(data), jnp.float32(rate))
+        seconds = time.perf_counter() - began
+        self.timing.enter("evaluation")
+        values = None if self.stop_signal() is not None else self.evaluator(self.state, self._evaluation_stops)
+        if values is not None:
+            self._check(point.end, **{"val loss": values["loss"]})
+            self._write(point.end, split="annealed", begin=point.begin, **values,
+                        train_seconds=position.train_seconds + seconds)
+            self._save_annealed(point, values["loss"])
+            position.annealed_step = point.end
+        self.timing.enter("checkpoint")
+        self.state, _ = _restore(self.checkpoints, position.step, self.shapes, self.shardings)
+        self.resume()
+
+    def _save_annealed(self, point: AnnealedPoint, loss: float) -> None:
+        """Save the state of an annealed point in a run folder of its own."""
+        self.timing.enter("checkpoint")
+        folder = self.run_dir / "annealed" / str(point.end)
+        if processes.is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write_missing_records(folder)
+        processes.from_first(lambda: None)  # wait for process 0
+        with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
+            checkpoints.save(point.end, self._items(replace(self.position, step=point.end)), loss=loss)
+            checkpoints.wait()
+
     def sample(self) -> None:
         """Write a text sample at the current step, if configured, unless it exists, or the evaluation is still due."""
         position = self.position
@@ -401,7 +460,7 @@ class _Loop:
         with on_one_device(self.mesh, (self.state.parameters, self.state.variables)) as (
                 parameters, variables):
             if self.samples is not None:
-                self.samples.write(position.step, steps.build(self.model, parameters, variables))
+                self.samples.write(position.step, steps.build(self.objective.model, parameters, variables))
         self.sampled_at = position.step
         processes.from_first(lambda: None)  # wait for process 0
 
@@ -453,10 +512,13 @@ class _Loop:
         self.checkpoints.wait()
 
     def _start_save(self) -> None:
-        state, position = self.state, self.position
-        self.checkpoints.save(position.step, {
-            "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
-            "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
+        position = self.position
+        self.checkpoints.save(position.step, self._items(position),
+                              loss=self.val_loss if self.evaluated_at == position.step else None)
+
+    def _items(self, position: Position) -> dict[str, Any]:
+        """The items of a checkpoint."""
+        return {**self.state._asdict(), "position": dict(vars(position))}
 
     def _complete_save(self) -> None:
         if not self.checkpoints.is_pending:

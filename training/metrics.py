@@ -1,6 +1,7 @@
 """``RUN/metrics.jsonl``: one JSON object per line, appended during training and read in blocks.
 
-Every line has ``split`` ("train" or "val") and numbers: step, tokens, train_seconds, wall_seconds, loss, ….
+Every line has ``split`` ("train", "val" or "annealed") and numbers: step, tokens, train_seconds, wall_seconds, loss, ….
+A line "annealed" is of a point of ``train.anneal_at``, with ``begin``, the steps before its decay.
 """
 
 import contextlib
@@ -223,7 +224,8 @@ def _cut(path: Path, keep_through: float) -> None:
             record = _parse(line)
             if record is None and not line.endswith(b"\n"):
                 continue
-            step = record.get("step") if record is not None else None
+            # An annealed point belongs to the step at which its decay began.
+            step = record.get("begin", record.get("step")) if record is not None else None
             if not isinstance(step, int | float) or step <= keep_through:
                 new.write(line if line.endswith(b"\n") else line + b"\n")
 

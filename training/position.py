@@ -1,9 +1,10 @@
 """How far a run is: its steps, clocks and learning rate."""
 
+import math
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.schema import RunConfig
 from support.json_files import Duration, Natural, check
@@ -22,6 +23,8 @@ class Position:
     """Time spent on updates, excluding compilation, evaluation and checkpoints."""
     wall_seconds: Duration = 0.0
     """Total time."""
+    annealed_step: Natural = 0
+    """The last annealed point."""
     evaluation_due: bool = False
     """Whether a signal ended the evaluation of this step; a resumed run begins with it."""
 
@@ -78,6 +81,29 @@ def has_reached_end(config: RunConfig, position: Position) -> bool:
 def next_learning_rate(config: RunConfig, position: Position) -> float:
     """The learning rate of the update after a position."""
     return learning_rate(config.optimizer, position.step, fraction_done(config, position))
+
+
+class AnnealedPoint(NamedTuple):
+    """A decay away from the run, which goes on from the state before it."""
+
+    begin: int
+    """Steps before the decay."""
+    end: int
+    """Steps through the decay."""
+
+    def learning_rate(self, config: RunConfig, step: int) -> float:
+        """The rate of the update after ``step``, as at the end of a run of ``end`` steps."""
+        return learning_rate(config.optimizer, step, step / self.end)
+
+
+def annealed_points(config: RunConfig) -> dict[int, AnnealedPoint]:
+    """The decays of ``train.anneal_at`` before the end of the run, by the step at which they begin."""
+    points = []
+    for fraction in config.train.anneal_at[:-1]:
+        assert config.train.steps is not None  # as validated
+        end = round(fraction * config.train.steps)
+        points.append(AnnealedPoint(end - math.ceil(config.optimizer.decay_fraction * end), end))
+    return {point.begin: point for point in points}
 
 
 def fraction_done(config: RunConfig, position: Position) -> float:

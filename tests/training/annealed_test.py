@@ -1,0 +1,125 @@
+"""Runs with decays away from them, ``train.anneal_at``."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.schema import Config, OptimizerConfig, TrainConfig
+from support.errors import ConfigError
+from tests import small_run
+from training.config_validation import validate_config
+from training.position import AnnealedPoint, annealed_points
+
+STEPS = 20
+WSD = ("--optimizer.schedule", "wsd", "--train.steps", STEPS, "--checkpoint.every-steps", 6)
+ANNEALED = (*WSD, "--train.anneal-at", "0.25,0.5,1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings():
+    with small_run.settings():
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return small_run.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def annealed(recipe, tmp_path_factory) -> Path:
+    """The uninterrupted run, read-only."""
+    folder = tmp_path_factory.mktemp("annealed") / "run"
+    assert small_run.run(recipe, "--run-dir", folder, *ANNEALED) == 0
+    return folder
+
+
+def assert_same_state(folder: Path, expected: Path, step: int) -> None:
+    found, wanted = small_run.arrays(folder, step), small_run.arrays(expected, step)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+def points(folder: Path) -> list[tuple[int, int, float]]:
+    return [(line["begin"], line["step"], line["loss"]) for line in small_run.lines(folder, "annealed")]
+
+
+def test_a_point_is_the_end_of_a_run_of_its_length(recipe, annealed, tmp_path):
+    assert small_run.run(recipe, "--run-dir", tmp_path / "short", *WSD, "--train.steps", STEPS // 2) == 0
+    assert_same_state(annealed / "annealed" / "10", tmp_path / "short", 10)
+    (_, first, _), (begin, end, loss) = points(annealed)
+    assert (first, begin, end) == (5, 8, 10)
+    assert loss == small_run.lines(tmp_path / "short", "val")[-1]["loss"]
+
+
+def test_the_run_goes_on_as_if_it_had_not_decayed(recipe, annealed, tmp_path):
+    assert small_run.run(recipe, "--run-dir", tmp_path / "straight", *WSD) == 0
+    assert_same_state(annealed, tmp_path / "straight", STEPS)
+    figures = ("step", "loss", "learning_rate", "gradient_norm")
+    assert ([[line[name] for name in figures] for line in small_run.lines(annealed, "train")]
+            == [[line[name] for name in figures] for line in small_run.lines(tmp_path / "straight", "train")])
+
+
+@pytest.mark.parametrize("stopped_by", ["a signal", "an error"])
+def test_a_run_stopped_in_a_decay_begins_it_again(recipe, annealed, tmp_path, monkeypatch, stopped_by):
+    folder, rate = tmp_path / "run", AnnealedPoint.learning_rate
+
+    def stopping_rate(point: AnnealedPoint, config: Config, step: int) -> float:
+        if point.end == 10 and step == 9:
+            if stopped_by == "an error":
+                raise RuntimeError("stopped")
+            signal.raise_signal(signal.SIGINT)
+        return rate(point, config, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnnealedPoint, "learning_rate", stopping_rate)
+        if stopped_by == "an error":
+            with pytest.raises(RuntimeError, match="stopped"):
+                small_run.run(recipe, "--run-dir", folder, *ANNEALED)
+        else:
+            assert small_run.run(recipe, "--run-dir", folder, *ANNEALED) == 128 + signal.SIGINT
+    assert [end for _, end, _ in points(folder)] == [5]
+    assert small_run.run(recipe, "--run-dir", folder, *ANNEALED) == 0
+    assert_same_state(folder, annealed, STEPS)
+    assert_same_state(folder / "annealed" / "10", annealed / "annealed" / "10", 10)
+    assert points(folder) == points(annealed)
+
+
+def test_a_run_killed_after_a_decay_keeps_its_line(recipe, annealed, tmp_path):
+    folder = tmp_path / "run"
+
+    def stop():
+        raise RuntimeError("stopped")
+
+    # Between the checkpoint after step 8, which the decay begins with, and the next.
+    with small_run.before_line(9, stop), pytest.raises(RuntimeError, match="stopped"):
+        small_run.run(recipe, "--run-dir", folder, *ANNEALED)
+    assert small_run.run(recipe, "--run-dir", folder, *ANNEALED) == 0
+    assert sorted(set(points(folder))) == points(annealed)
+    assert_same_state(folder, annealed, STEPS)
+
+
+def make_config(*fractions: float, decay: float = 0.2, schedule: str = "wsd", steps: int | None = 100) -> Config:
+    return Config(optimizer=OptimizerConfig(schedule=schedule, decay_fraction=decay),  # type: ignore[arg-type]
+                  train=TrainConfig(steps=steps, minutes=None if steps else 1.0, anneal_at=fractions))
+
+
+def test_decays_end_at_the_fractions():
+    assert annealed_points(make_config(0.25, 0.5, 1)) == {20: AnnealedPoint(20, 25), 40: AnnealedPoint(40, 50)}
+    assert annealed_points(make_config(1)) == annealed_points(make_config()) == {}
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (make_config(0.5, 0.25, 1), "0.5, 0.25, 1; expected increasing fractions of the run that end with 1"),
+    (make_config(0.25, 0.5), "0.25, 0.5; expected increasing fractions of the run that end with 1"),
+    (make_config(0.0, 1), "0, 1; expected increasing fractions of the run that end with 1"),
+    (make_config(0.9, 1), "0.9, 1: the decay to 1 begins at 0.8, before that to 0.9 has ended; expected fractions"),
+    (make_config(0.5, 1, schedule="cosine"), "0.5, 1, with optimizer.schedule cosine and train.steps 100; expected"),
+    (make_config(0.5, 1, steps=None), "0.5, 1, with optimizer.schedule wsd and train.steps None; expected wsd and"),
+])
+def test_points_that_cannot_be(config, message):
+    with pytest.raises(ConfigError, match=f"train.anneal_at is {message}"):
+        validate_config(config)
