@@ -19,6 +19,8 @@ COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_
            "tokens_per_second", "bits_per_byte", "bits_per_dimension", "accuracy", "error_rate", "peak_bytes",
            "flops")
 STEP, LOSS, SPEED = (COLUMNS.index(name) for name in ("step", "loss", "tokens_per_second"))
+SPLITS = "train", "val", "annealed"
+"""The lines of ``metrics.jsonl`` by their split; the annealed are of ``train.anneal_at``."""
 MAX_POINTS = 500
 MAX_MEANS = 250
 MAX_STEP = 10**9
@@ -29,7 +31,7 @@ SPEED_BINS = 1000
 
 @dataclass(frozen=True)
 class Curve:
-    """The train or the val lines of a run; the last line of each step counts. False if there are none."""
+    """The lines of one of ``SPLITS``; the last line of each step counts. False if there are none."""
 
     points: Columns = field(default_factory=dict)
     """At most ``MAX_POINTS`` lines, sorted by step: all if there are no more, else the lines with the smallest and the
@@ -62,8 +64,8 @@ class Curve:
         return self.lines <= MAX_POINTS
 
 
-def read_curves(path: Path) -> tuple[Curve, Curve]:
-    """The train and the val curve of a metrics file.
+def read_curves(path: Path) -> list[Curve]:
+    """The curves of a metrics file, of each of ``SPLITS``.
 
     Takes one pass, from the end, or three if the largest step is not near the end.
 
@@ -73,11 +75,11 @@ def read_curves(path: Path) -> tuple[Curve, Curve]:
     last_step = None
     while (thinners := _thin(path, last_step)) is None:
         last_step = max(_last_step(splits) for splits in _blocks(path))
-    return thinners["train"].curve(), thinners["val"].curve()
+    return [thinners[split].curve() for split in SPLITS]
 
 
 def _thin(path: Path, last_step: float | None) -> "dict[str, _Thinner] | None":
-    """Both splits, thinned; None if a step exceeds ``last_step`` (None: the largest of the last block)."""
+    """Each split, thinned; None if a step exceeds ``last_step`` (None: the largest of the last block)."""
     thinners: dict[str, _Thinner] = {}
     for splits in _blocks(path):
         last_here = _last_step(splits)
@@ -89,13 +91,13 @@ def _thin(path: Path, last_step: float | None) -> "dict[str, _Thinner] | None":
             return None
         for split, rows in splits.items():
             thinners[split].add(rows)
-    return thinners or {split: _Thinner(0) for split in ("train", "val")}
+    return thinners or {split: _Thinner(0) for split in SPLITS}
 
 
 def _blocks(path: Path) -> Iterator[dict[str, np.ndarray]]:
     """The rows of each split, block by block from the end of the file."""
     for records in read_blocks(path):
-        yield {split: _rows([record for record in records if record["split"] == split]) for split in ("train", "val")}
+        yield {split: _rows([record for record in records if record["split"] == split]) for split in SPLITS}
 
 
 def _rows(records: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -38,8 +38,8 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     rate of runs that have them.
 
     Several seeds are drawn as their mean, with a band of ± one standard deviation; those that ended early are thin
-    lines of their own. If a run has no val loss, train loss is drawn; if tokenizers differ, bits per byte. The output
-    is deterministic.
+    lines of their own. Annealed points are dots joined by a line. If a run has no val loss, train loss is drawn; if
+    tokenizers differ, bits per byte. The output is deterministic.
 
     Args:
         comparison: the runs.
@@ -105,6 +105,9 @@ def _plot_curves(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: s
             continue
         look: dict[str, Any] = {"color": colour(setup.attention), "linestyle": DASHES[dash][0]}
         x, mean, spread = mean_curve(curves)
+        if split == "val":
+            for run in setup.runs:
+                _plot_annealed(panel, run, axis, quantity, look["color"])
         for alone in by_name.values():
             panel.plot(*alone, linewidth=0.8, **look)
         seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
@@ -112,6 +115,14 @@ def _plot_curves(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: s
         if len(curves) > 1:
             panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
     panel.grid(color="#eceef1")
+
+
+def _plot_annealed(panel: "matplotlib.axes.Axes", run: Run, axis: str, quantity: str, color: str) -> None:
+    """The final losses of a run at several lengths, of which its own is the last, joined by a line."""
+    x, y = run.curve(axis, "annealed", quantity)
+    if len(x):
+        last_x, last_y = (values[-1:] for values in run.curve(axis, "val", quantity))
+        panel.plot(np.append(x, last_x), np.append(y, last_y), "o-", color=color, linewidth=0.8, markersize=4)
 
 
 @contextmanager

@@ -84,6 +84,8 @@ class Run:
     """The newest PNG file in ``samples/``, of a model of images."""
     sample_step: int | None = None
     """The step of either."""
+    annealed: Curve = field(default_factory=Curve)
+    """The annealed points, before the end of the run."""
 
     @property
     def attention(self) -> str:
@@ -221,8 +223,11 @@ class Run:
 
         Val losses are all kept up to ``MAX_POINTS`` lines, else means; train losses are averaged over 2 % of the run.
         """
-        val = self.val.points if self.val.is_whole else self.val.means
-        columns = val if split == "val" else self.smooth_train
+        if split == "train":
+            columns = self.smooth_train
+        else:
+            curve = self.annealed if split == "annealed" else self.val
+            columns = curve.points if curve.is_whole else curve.means
         if axis not in columns or quantity not in columns:
             return np.empty(0), np.empty(0)
         known = np.isfinite(columns[axis])
@@ -305,7 +310,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
         raise RunError(f"{path}/config.json: not a config written by train.py")
     environment = _shown(read_environment(path)) if (path / ENVIRONMENT).is_file() else {}
     metrics = path / "metrics.jsonl"
-    train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
+    train, val, annealed = read_curves(metrics) if metrics.is_file() else (Curve(), Curve(), Curve())
     for split, curve in (("train", train), ("val", val)):
         missing = [name for name in REQUIRED if curve and not np.isfinite(curve.points.get(name, np.empty(0))).any()
                    and name != "loss"]
@@ -319,7 +324,8 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     per_token = flops_per_token(config, environment)
     sample_step, sample, sample_image = newest_sample(path / "samples")
     return Run(_name(path.resolve().name), path, config, environment, with_flops(train, per_token),
-               with_flops(val, per_token), evaluations, windows, evaluated_step, sample, sample_image, sample_step)
+               with_flops(val, per_token), evaluations, windows, evaluated_step, sample, sample_image, sample_step,
+               with_flops(annealed, per_token))
 
 
 def _name(text: str) -> str:

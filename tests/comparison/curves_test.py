@@ -29,7 +29,7 @@ def small_blocks(monkeypatch):
 def test_short_curves_are_kept_whole(tmp_path):
     path = write(tmp_path / "m", range(1, 401), np.linspace(3, 2, 400))
     write(path, [200, 400], [2.6, 2.2], "val", "a")
-    train, val = read_curves(path)
+    train, val, _ = read_curves(path)
     np.testing.assert_array_equal(train.points["step"], range(1, 401))
     np.testing.assert_allclose(train.points["loss"], np.linspace(3, 2, 400))
     np.testing.assert_array_equal(val.points["loss"], [2.6, 2.2])
@@ -41,7 +41,7 @@ def test_short_curves_are_kept_whole(tmp_path):
 def test_long_curves_keep_extremes_ends_and_means(tmp_path, small_blocks):
     losses = 2 + 0.2 * np.random.default_rng(0).standard_normal(6000)
     losses[[1234, 4321]] = 0.5, 9.0
-    train, val = read_curves(write(tmp_path / "m", range(1, 6001), losses))
+    train, val, _ = read_curves(write(tmp_path / "m", range(1, 6001), losses))
     assert not val
     assert len(train.points["step"]) <= MAX_POINTS
     assert len(train.means["step"]) <= MAX_MEANS
@@ -60,7 +60,7 @@ def test_long_curves_keep_extremes_ends_and_means(tmp_path, small_blocks):
 def test_the_later_line_of_a_step_counts_and_lines_are_sorted(tmp_path, small_blocks):
     path = write(tmp_path / "m", range(1, 901), np.full(900, 5.0))
     write(path, range(701, 801), np.full(100, 4.0), mode="a")  # an older run went on to 900
-    train, _ = read_curves(path)
+    train, *_ = read_curves(path)
     assert (train.lines, train.repeated, train.turned_back) == (900, 100, 1)
     assert np.all(np.diff(train.points["step"]) > 0)
     inside = (train.points["step"] > 700) & (train.points["step"] <= 800)
@@ -75,7 +75,7 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path, small_blocks):
     path = write(tmp_path / "m", range(1, 2001), losses)
     with path.open("a") as file:  # as programs write it that do not know JSON
         file.write('{"step": 2001, "tokens": 1, "train_seconds": 501.0, "split": "train", "loss": NaN}\n')
-    train, _ = read_curves(path)
+    train, *_ = read_curves(path)
     assert (train.not_finite, train.first_not_finite) == (502, 11)
     assert np.isnan(train.last_loss)
     late = train.means["step"] > 1600
@@ -90,7 +90,7 @@ def test_lines_without_a_step_do_not_count(tmp_path):
     with path.open("a") as file:
         file.write('{"split": "train", "loss": 1.0}\n{"step": "3", "split": "train", "loss": 1.0}\n'
                    '{"step": -1, "split": "train", "loss": 1}\n{"step": 1e300, "split": "train", "loss": 1}\n')
-    train, _ = read_curves(path)
+    train, *_ = read_curves(path)
     assert (train.lines, train.without_step) == (2, 4)
 
 

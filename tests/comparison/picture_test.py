@@ -31,6 +31,20 @@ def test_picture_draws_setups_in_their_modes_colours_and_seeds_as_a_band(tmp_pat
     assert picture(compared, "png").startswith(b"\x89PNG")
 
 
+def test_annealed_points_are_joined_to_the_end_of_the_run(tmp_path):
+    folder = write_run(tmp_path / "run")
+    thin = rf'<path d="([^"]*)"[^>]*{COLOURS["softmax"]}; stroke-width: 0.8'
+    assert re.findall(thin, picture(comparison.compare([load_run(folder)]), "svg").decode()) == []
+    *_, last = lines = [line for line in read_lines(folder) if line["split"] == "val"]
+    points = [line | {"split": "annealed", "begin": line["step"] - 1, "loss": line["loss"] - 0.5} for line in lines[:2]]
+    write_lines(folder, [*read_lines(folder), *points])
+    run = load_run(folder)
+    assert run.val.points["loss"][-1] == last["loss"]
+    assert run.annealed.lines == 2
+    drawn = re.findall(thin, picture(comparison.compare([run]), "svg").decode())
+    assert [path.count("L") for path in drawn] == [2, 2]  # three points in each panel
+
+
 def test_error_rates_have_panels_of_their_own(tmp_path):
     runs = [load_run(write_run(tmp_path / mode, mode)) for mode in ("softmax", "chunked")]
     assert "error rate" not in picture(comparison.compare(runs), "svg").decode()

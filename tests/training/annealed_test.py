@@ -89,16 +89,16 @@ def test_a_run_stopped_in_a_decay_begins_it_again(recipe, annealed, tmp_path, mo
 
 
 def test_a_run_killed_after_a_decay_keeps_its_line(recipe, annealed, tmp_path):
-    folder = tmp_path / "run"
+    folder, command = tmp_path / "run", (*ANNEALED, "--checkpoint.every-steps", 9)
 
     def stop():
         raise RuntimeError("stopped")
 
-    # Between the checkpoint after step 8, which the decay begins with, and the next.
-    with small_run.before_line(9, stop), pytest.raises(RuntimeError, match="stopped"):
-        small_run.run(recipe, "--run-dir", folder, *ANNEALED)
-    assert small_run.run(recipe, "--run-dir", folder, *ANNEALED) == 0
-    assert sorted(set(points(folder))) == points(annealed)
+    # It resumes from step 9, between the steps at which the decay began, 8, and ended, 10.
+    with small_run.before_line(10, stop), pytest.raises(RuntimeError, match="stopped"):
+        small_run.run(recipe, "--run-dir", folder, *command)
+    assert small_run.run(recipe, "--run-dir", folder, *command) == 0
+    assert points(folder) == points(annealed)
     assert_same_state(folder, annealed, STEPS)
 
 
