@@ -73,8 +73,8 @@ TOKENS = {
     Token("gpt2_124m", COMPARED, B=32): 39,
     Token("gpt2_1558m", COMPARED, dtype="float32"): 22,
     **{Token("gpt2_124m", (mode,)): most for mode, most in {
-        "bigbird": 25, "chunked": 9, "gated": 9, "gated_delta": 9, "linear": 9, "local": 20, "longformer": 32,
-        "performer": 15, "power": 51, "reformer": 34, "softmax": 17, "sparse": 31, "synthesizer": 17,
+        "bigbird": 25, "chunked": 9, "gated": 9, "gated_delta": 9, "kda": 20, "linear": 9, "local": 20,
+        "longformer": 32, "performer": 15, "power": 51, "reformer": 34, "softmax": 17, "sparse": 31, "synthesizer": 17,
         "window": 18}.items()},
 }
 """Tokens, and the most launches that each may take: those of the version of jax that takes more. A launch costs a

@@ -131,6 +131,9 @@ class LowRank(Linear):
         super().__init__(rank, outputs, axes=(None, "heads"), rngs=rngs)
         self.down = Linear(width, rank, axes=("width", None), rngs=rngs)
 
+    def __call__(self, x: Array) -> Array:
+        return super().__call__(self.down(x))
+
     def without_bias(self, x: Array) -> Array:
         return super().without_bias(self.down(x))
 

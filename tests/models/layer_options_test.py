@@ -122,6 +122,7 @@ def test_kda_is_the_delta_rule_with_decays_and_a_gate_of_low_rank():
     q, k = (x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     beta_BTH, factor_BTHM = 2 * jax.nn.sigmoid(Linear.__call__(layer.write, X_BTE)), jnp.exp(layer.decay(X_BTE))
     gate_BTF = layer.gate.down(X_BTE) @ layer.gate.kernel[...] + layer.gate.parameters[1][None, None]
+    np.testing.assert_allclose(layer.gate(X_BTE), gate_BTF, rtol=1e-5)
     state, y = np.zeros((B, H, D, D)), []
     for t in range(T):
         state = np.asarray(factor_BTHM[:, t])[..., None] * state
