@@ -18,12 +18,12 @@ The quick form has only the quickstart's corpus, at a context of 1,024 and one r
 from collections.abc import Sequence
 from typing import Any
 
-from comparison.figures import Figure, differences, loss_against
+from comparison.figures import Figure
 from comparison.runs import Run
 from comparison.study import Variation, mode_fields
+from studies._arms import RATE, figures_of_corpus
 
 RECIPE = "configs/quickstart.py"
-RATE = "optimizer.learning_rate"
 RATES = (2e-3, 4e-3, 8e-3)
 PARTS = {"short_conv": 4, "output_gate": "sigmoid"}
 """Layer options that help softmax; its weights need no norm of the output."""
@@ -81,18 +81,6 @@ def _run(arm: str, corpus: str, fields: dict[str, Any], rate: float, seed: int) 
         **mode_fields(attention, **options)})
 
 
-def arm_of(run: Run) -> str:
-    """Its name in ``ARMS``."""
-    return run.name.partition("-")[2].partition("-0.")[0]
-
-
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    shown = []
-    for corpus, fields in CORPORA.items():
-        corpus_runs = [run for run in runs if run.context == fields["model.context"]]
-        if corpus_runs:
-            loss = loss_against(corpus_runs, RATE, arm=arm_of, title=f"Loss on {corpus} against learning rate")
-            gaps = [differences(corpus_runs, baseline, best_over=RATE, arm=arm_of,
-                                title=f"Loss on {corpus} minus that of {baseline}") for baseline in BASELINES]
-            shown += [figure.named(corpus) for figure in (loss, *gaps)]
-    return shown
+    return [figure for corpus, fields in CORPORA.items() for figure in figures_of_corpus(
+        [run for run in runs if run.context == fields["model.context"]], corpus, BASELINES)]
