@@ -118,11 +118,14 @@ def _plot_curves(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: s
 
 
 def _plot_annealed(panel: "matplotlib.axes.Axes", run: Run, axis: str, quantity: str, color: str) -> None:
-    """The final losses of a run at several lengths, of which its own is the last, joined by a line."""
+    """The final losses of a run at several lengths, joined by a line. The last is its own, if it is finished."""
     x, y = run.curve(axis, "annealed", quantity)
-    if len(x):
-        last_x, last_y = (values[-1:] for values in run.curve(axis, "val", quantity))
-        panel.plot(np.append(x, last_x), np.append(y, last_y), "o-", color=color, linewidth=0.8, markersize=4)
+    if not len(x):
+        return
+    if run.is_finished:
+        x, y = (np.append(*both) for both in zip((x, y), (ends[-1:] for ends in run.curve(axis, "val", quantity)),
+                                                 strict=True))
+    panel.plot(x, y, "o-", color=color, linewidth=0.8, markersize=4)
 
 
 @contextmanager

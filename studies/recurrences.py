@@ -7,9 +7,9 @@
 The quickstart's model of width 128, for 200 steps of 4,096 tokens, warm-up, the peak, and a decay over the last fifth.
 Each arm has four learning rates a factor of two apart, on code at 1,024 tokens. At the rate that was best there the
 contenders have three seeds on code at 1,024 and at 4,096 tokens and on prose, the others one. Pairs of arms differ in
-one thing: ``gated`` and ``gated-channel`` in the decay, ``gated_delta`` and ``kda`` in the decay and the rank of the
-output gate; the arms with ``-range`` in the largest write strength, with ``-normal`` in the initial taps, and with
-``-muon`` in the optimizer, whose AdamW has the rate 4e-3.
+one thing: ``gated`` and ``gated-channel`` in the decay; the arms with ``-range`` in the largest write strength, with
+``-normal`` in the initial taps, and with ``-muon`` in the optimizer, whose AdamW has the rate 4e-3. ``gated_delta`` and
+``kda`` differ in the decay, and in rank and activation of the output gate.
 
 The quick form has code at 1,024 tokens, one rate and 100 steps.
 """

@@ -22,6 +22,7 @@ from models.attention.layer_options import LayerOptions
 from support.command import note
 from support.errors import ConfigError
 from support.ranges import check_options
+from training.position import annealed_points
 
 
 def validate_config[C: RunConfig](config: C) -> C:
@@ -46,6 +47,8 @@ def validate_config[C: RunConfig](config: C) -> C:
     _check_lengths(train, config.optimizer)
     train = _with_fitting_accumulation(_with_rows_per_device(train, config.mesh))
     optimizer = _with_fitting_warmup(config.optimizer, train)
+    if train.anneal_at:
+        _check_annealed_points(train, optimizer)
     return dataclasses.replace(config, model=_with_fitting_modes(model), train=train, optimizer=optimizer)
 
 
@@ -70,8 +73,6 @@ def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
         raise ConfigError("train.batch_size is 0; expected at least 1, or train.batch_tokens")
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
-    if train.anneal_at:
-        _check_annealed_points(train, optimizer)
     if optimizer.adam_learning_rate is not None and optimizer.name != "muon":
         raise ConfigError(f"optimizer.adam_learning_rate is {optimizer.adam_learning_rate}, and optimizer.name "
                           f"{optimizer.name}; expected muon, or None")
@@ -96,6 +97,11 @@ def _check_annealed_points(train: TrainConfig, optimizer: OptimizerConfig) -> No
         if begin < before:
             raise ConfigError(f"{given}: the decay to {after:g} begins at {begin:g}, before that to {before:g} has "
                               "ended; expected fractions further apart, or a smaller optimizer.decay_fraction")
+    for point in annealed_points(train, optimizer).values():
+        if point.begin <= optimizer.warmup_steps:
+            raise ConfigError(f"{given}: the decay to step {point.end} begins after {point.begin} steps, and the "
+                              f"warm-up takes {optimizer.warmup_steps}; expected larger fractions, or fewer "
+                              "optimizer.warmup_steps")
 
 
 def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:

@@ -209,7 +209,7 @@ class _Loop:
                 self.sample()
             if not position.evaluation_due:  # in place of the checkpoint without the evaluation
                 self.save()
-        points = annealed_points(config)
+        points = annealed_points(config.train, config.optimizer)
         self.resume()
         while True:
             decision = self.decide()
@@ -418,14 +418,17 @@ class _Loop:
         self.record_pending()
         self.save()
         self.complete_save()
-        position, began = self.position, time.perf_counter()
+        position, began, before = self.position, time.perf_counter(), None
         self.timing.enter("step")
         with self.objective.batches(start=position.batches, sharding=self.batch_sharding) as data:
             for step in range(point.begin, point.end):
                 if self._evaluation_stops():
                     break
                 rate = point.learning_rate(self.config, step)
-                self.state, _ = update(self.state, next(data), jnp.float32(rate))
+                self.state, metrics = update(self.state, next(data), jnp.float32(rate))
+                jax.block_until_ready(before)  # the step before, while the device computes this one
+                before = metrics
+        jax.block_until_ready(self.state)
         seconds = time.perf_counter() - began
         self.timing.enter("evaluation")
         values = None if self.stop_signal() is not None else self.evaluator(self.state, self._evaluation_stops)

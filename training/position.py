@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.schema import RunConfig
+from configs.schema import OptimizerConfig, RunConfig, TrainConfig
 from support.json_files import Duration, Natural, check
 from training.checkpoint import JSON_FILE, JSON_ITEM
 from training.optimizer import learning_rate
@@ -96,13 +96,13 @@ class AnnealedPoint(NamedTuple):
         return learning_rate(config.optimizer, step, step / self.end)
 
 
-def annealed_points(config: RunConfig) -> dict[int, AnnealedPoint]:
+def annealed_points(train: TrainConfig, optimizer: OptimizerConfig) -> dict[int, AnnealedPoint]:
     """The decays of ``train.anneal_at`` before the end of the run, by the step at which they begin."""
     points = []
-    for fraction in config.train.anneal_at[:-1]:
-        assert config.train.steps is not None  # as validated
-        end = round(fraction * config.train.steps)
-        points.append(AnnealedPoint(end - math.ceil(config.optimizer.decay_fraction * end), end))
+    for fraction in train.anneal_at[:-1]:
+        assert train.steps is not None  # as validated
+        end = round(fraction * train.steps)
+        points.append(AnnealedPoint(end - math.ceil(optimizer.decay_fraction * end), end))
     return {point.begin: point for point in points}
 
 

@@ -14,6 +14,7 @@ from comparison.picture import picture
 from comparison.runs import group, load_run, name_runs
 from comparison.style import COLOURS
 from tests.comparison.run_folders import read_lines, write_lines, write_run
+from tests.edited import edited
 
 
 def test_picture_draws_setups_in_their_modes_colours_and_seeds_as_a_band(tmp_path):
@@ -43,6 +44,10 @@ def test_annealed_points_are_joined_to_the_end_of_the_run(tmp_path):
     assert run.annealed.lines == 2
     drawn = re.findall(thin, picture(comparison.compare([run]), "svg").decode())
     assert [path.count("L") for path in drawn] == [2, 2]  # three points in each panel
+    with edited(folder / "config.json") as config:
+        config["train"]["steps"] = 1000
+    drawn = re.findall(thin, picture(comparison.compare([load_run(folder)]), "svg").decode())
+    assert [path.count("L") for path in drawn] == [1, 1]  # the last loss of an unfinished run is no final one
 
 
 def test_error_rates_have_panels_of_their_own(tmp_path):

@@ -25,6 +25,7 @@ class Group:
     learning_rate: float = 1.0
     kind: Literal["a", "b"] = "a"
     sizes: tuple[int, ...] = ()
+    points: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,13 @@ def test_values_reach_their_fields():
                             folder=Path("x"))
 
 
+def test_numbers_have_commas_between():
+    assert parse("--data.points", "0.25,1").data.points == parse("--data.points=0.25,1").data.points == (0.25, 1.0)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
+    ("--data.points 0.25,x", "data.points is 0.25,x; expected numbers with commas between"),
+    ("--data.points --quick", "--data.points requires a value: numbers with commas between"),
     ("--data.verify maybe", "data.verify is maybe; expected True or False"),
     ("--data.no-verify False", "--data.no-verify takes no value; give --data.no-verify, or --data.verify True or "),
     ("--modes.chunked.normalize no", "modes.chunked.normalize is no; expected True, False or None"),

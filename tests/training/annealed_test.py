@@ -103,13 +103,17 @@ def test_a_run_killed_after_a_decay_keeps_its_line(recipe, annealed, tmp_path):
 
 
 def make_config(*fractions: float, decay: float = 0.2, schedule: str = "wsd", steps: int | None = 100) -> Config:
-    return Config(optimizer=OptimizerConfig(schedule=schedule, decay_fraction=decay),  # type: ignore[arg-type]
+    return Config(optimizer=OptimizerConfig(schedule=schedule, decay_fraction=decay, warmup_steps=10),  # type: ignore
                   train=TrainConfig(steps=steps, minutes=None if steps else 1.0, anneal_at=fractions))
 
 
 def test_decays_end_at_the_fractions():
-    assert annealed_points(make_config(0.25, 0.5, 1)) == {20: AnnealedPoint(20, 25), 40: AnnealedPoint(40, 50)}
-    assert annealed_points(make_config(1)) == annealed_points(make_config()) == {}
+    def points_of(*fractions: float) -> dict[int, AnnealedPoint]:
+        config = make_config(*fractions)
+        return annealed_points(config.train, config.optimizer)
+
+    assert points_of(0.25, 0.5, 1) == {20: AnnealedPoint(20, 25), 40: AnnealedPoint(40, 50)}
+    assert points_of(1) == points_of() == {}
 
 
 @pytest.mark.parametrize(("config", "message"), [
@@ -117,6 +121,7 @@ def test_decays_end_at_the_fractions():
     (make_config(0.25, 0.5), "0.25, 0.5; expected increasing fractions of the run that end with 1"),
     (make_config(0.0, 1), "0, 1; expected increasing fractions of the run that end with 1"),
     (make_config(0.9, 1), "0.9, 1: the decay to 1 begins at 0.8, before that to 0.9 has ended; expected fractions"),
+    (make_config(0.1, 1), "0.1, 1: the decay to step 10 begins after 8 steps, and the warm-up takes 10; expected"),
     (make_config(0.5, 1, schedule="cosine"), "0.5, 1, with optimizer.schedule cosine and train.steps 100; expected"),
     (make_config(0.5, 1, steps=None), "0.5, 1, with optimizer.schedule wsd and train.steps None; expected wsd and"),
 ])
