@@ -23,7 +23,7 @@ from comparison.study import Variation, mode_fields
 from studies._arms import RATE, figures_of_corpus
 
 RECIPE = "configs/quickstart.py"
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (2e-3, 4e-3, 8e-3)
 QUICK_RATE = 4e-3
 EVERYTHING = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "rms", "output_norm": "rms", "output_gate": "silu",
               "forget_gate": True}
@@ -32,14 +32,17 @@ MUON = {"optimizer.name": "muon", "optimizer.adam_learning_rate": QUICK_RATE}
 
 ARMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "softmax": ("softmax", {}, {}),
+    "softmax-equal": ("softmax", {}, {"model.head_width": 42}),
     "softmax-all": ("softmax", EVERYTHING, {}),
     "softmax-muon": ("softmax", EVERYTHING, MUON),
     "gated": ("gated", {}, {}),
     "gated-channel": ("gated", {"decay": "channel"}, {}),
+    "gated-kda": ("gated", {"decay": "kda"}, {}),
     "gated_delta": ("gated_delta", {}, {}),
     "gated_delta-range": ("gated_delta", {"write_range": 2}, {}),
     "gated_delta-normal": ("gated_delta", {"conv_init": "normal"}, {}),
     "kda": ("kda", {}, {}),
+    "kda-silu": ("kda", {"output_gate": "silu", "rank": 128}, {}),
     "kda-range": ("kda", {"write_range": 2}, {}),
     "kda-normal": ("kda", {"conv_init": "normal"}, {}),
     "kda-muon": ("kda", {}, MUON),
@@ -55,7 +58,7 @@ SEEDS = 3
 CORPORA: dict[str, dict[str, Any]] = {
     "code": {"model.context": 1024, "train.batch_size": 4},
     "long": {"model.context": 4096, "train.batch_size": 1},
-    "prose": {"model.context": 1024, "train.batch_size": 4, "data.dir": "data/books"},
+    "prose": {"model.context": 1024, "train.batch_size": 4, "data.dir": "data/corpus/books"},
 }
 
 

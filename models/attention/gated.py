@@ -5,8 +5,8 @@
 The decay of Mamba-2 (Dao, Gu: "Transformers are SSMs", 2024) without its factor Δ_t on the write; Simple GLA in
 flash-linear-attention. With ``decay fixed``, one constant per head: Sun et al., "Retentive Network", 2023. With ``decay
 channel``, Diag(exp(g_t)) with g_t = log sigmoid(a(x_t) + b) / 16 and a of low rank: Yang, Wang, Shen, Panda, Kim:
-"Gated Linear Attention Transformers with Hardware-Efficient Training", 2023 (GLA). Convolution, norms and output gate
-are those of ``LayerOptions``.
+"Gated Linear Attention Transformers with Hardware-Efficient Training", 2023 (GLA). With ``decay kda``, Diag(exp(g_t))
+with the decay of mode ``kda``. Convolution, norms and output gate are those of ``LayerOptions``.
 """
 
 from dataclasses import dataclass
@@ -20,30 +20,39 @@ from jax import Array
 from kernels.linear_attention import State, linear_attention, pick_chunk_sizes, pick_implementation
 from kernels.segments import segment_of_new
 from kernels.state import zero_state
-from models.attention.gates import ChannelForgetGate, InputDecay, RecurrentOptions, fixed_log_decay
+from models.attention.gates import (
+    ChannelDecay,
+    ChannelForgetGate,
+    ChannelGate,
+    InputDecay,
+    RecurrentOptions,
+    fixed_log_decay,
+)
 from models.attention.recurrence import Recurrence
 from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 from support.ranges import Count
+
+CHANNEL_DECAYS = {"channel": ChannelForgetGate, "kda": ChannelDecay}
 
 
 @dataclass(frozen=True)
 class Config(RecurrentOptions):
     """Options of linear attention with a decay."""
 
-    decay: Literal["input", "fixed", "channel"] = "input"
+    decay: Literal["input", "fixed", "channel", "kda"] = "input"
     """Decay of the state. input: of each head, computed from each token; fixed: one constant per head; channel: of each
-    channel, computed from each token."""
+    channel, computed from each token, as in GLA; kda: of each channel, as in mode kda."""
     decay_rank: Count = 16
-    """Rank of the projection that ``decay channel`` is computed from."""
+    """Rank of the projection that a decay per channel is computed from."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
-    """Implementation. None: the fastest on this device. ``decay channel`` has only chunked."""
+    """Implementation. None: the fastest on this device. A decay per channel has only chunked."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decay == "channel" and self.kernel not in (None, "chunked"):
-            raise ConfigError(f"{self.path('kernel')} is {self.kernel}, which does not support decay channel; expected "
-                              "chunked")
+        if self.decay in CHANNEL_DECAYS and self.kernel not in (None, "chunked"):
+            raise ConfigError(f"{self.path('kernel')} is {self.kernel}, which does not support decay {self.decay}; "
+                              "expected chunked")
 
 
 class Attention(SelfAttention):
@@ -57,9 +66,10 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         self.rotary = config.rotary
-        self.decay = (InputDecay(width, heads, rngs=rngs) if config.decay == "input" else
-                      ChannelForgetGate(width, config.decay_rank, heads, head_width, rngs=rngs)
-                      if config.decay == "channel" else None)
+        if config.decay in CHANNEL_DECAYS:
+            self.decay = CHANNEL_DECAYS[config.decay](width, config.decay_rank, heads, head_width, rngs=rngs)
+        else:
+            self.decay = InputDecay(width, heads, rngs=rngs) if config.decay == "input" else None
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
@@ -78,7 +88,7 @@ class Attention(SelfAttention):
 
     def _log_decay(self, x_BTE: Array) -> dict[str, Any]:
         """g of each token and head, or channel, by the argument of the op."""
-        if isinstance(self.decay, ChannelForgetGate):
+        if isinstance(self.decay, ChannelGate):
             return {"channel_log_decay_BTHM": self.decay(x_BTE)}
         if self.decay is not None:
             return {"log_decay_BTH": self.decay(x_BTE)}
@@ -87,7 +97,7 @@ class Attention(SelfAttention):
 
     @property
     def recurrence(self) -> Recurrence | None:
-        if isinstance(self.decay, ChannelForgetGate):
+        if isinstance(self.decay, ChannelGate):
             return None
         return Recurrence(decay=fixed_log_decay(self.heads) if self.decay is None else self.decay.data)
 
@@ -104,7 +114,7 @@ class Attention(SelfAttention):
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str:
         x_BTHD = self._shape(self.max_length, dtype)
         return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.config.chunk_size,
-                                                         channel_decay=self.config.decay == "channel")
+                                                         channel_decay=self.config.decay in CHANNEL_DECAYS)
 
     def _shape(self, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Of queries, keys and values of a sequence."""

@@ -34,6 +34,7 @@ VARIANTS = {
     "window+narrow": {"window": 7},
     "power+ungated": {"gate": False, "output_norm": "rms"},
     "gated+channel": {"decay": "channel", "decay_rank": 3, "conv_init": "normal"},
+    "gated+kda": {"decay": "kda", "output_norm": "none"},
     "gated_delta+range": {"write_range": 2, "conv_init": "normal", "short_conv": 2},
     "kda+range": {"write_range": 2, "rank": 3, "short_conv": 0, "output_gate": "none"},
     "gated+fixed": {"decay": "fixed", "short_conv": 0, "output_norm": "none", "output_gate": "none"},

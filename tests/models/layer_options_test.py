@@ -141,6 +141,12 @@ def test_the_decay_of_gla():
                                rtol=1e-4)
 
 
+def test_gated_with_the_decay_of_kda():
+    kda, gated = build("kda", rank=3), build("gated", decay="kda", decay_rank=3)
+    nnx.update(gated.decay, nnx.state(kda.decay))
+    np.testing.assert_array_equal(gated.decay(X_BTE), kda.log_decay(X_BTE)["channel_log_decay_BTHM"])
+
+
 def test_taps_that_begin_at_random_have_the_scale_of_projections():
     taps_KF = build("softmax", short_conv=4, conv_init="normal", head_width=400).query_taps_KF[...]
     assert np.std(taps_KF) == pytest.approx(0.02, rel=0.05)
@@ -188,9 +194,10 @@ def test_a_head_need_not_be_its_share_of_the_width():
     ("performer", {"features": -3}, "at least 1"),
     ("performer", {"resample_every": -1}, "at least 0"),
     ("performer", {"chunk_size": 0}, "at least 1"),
-    ("gated", {"decay": "none"}, "input, fixed or channel"),
+    ("gated", {"decay": "none"}, "input, fixed, channel or kda"),
     ("gated", {"decay_rank": 0}, "at least 1"),
     ("gated", {"kernel": "pallas_gpu", "decay": "channel"}, "chunked"),
+    ("gated", {"kernel": "pallas_gpu", "decay": "kda"}, "chunked"),
     ("gated_delta", {"qk_norm": "rms"}, "none or l2"),
     ("gated_delta", {"chunk_size": 0}, "at least 1"),
     ("gated_delta", {"write_range": 3}, "1 or 2"),
