@@ -383,12 +383,12 @@ def _kind(name: str, places: Sequence[Any], log: bool | None) -> Literal["linear
 
 
 def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "",
-                arm: Callable[[Run], str] | None = None) -> Figure:
+                arm: Callable[[Run], str] | None = None, besides: Sequence[str] = ()) -> Figure:
     """Val loss of each attention minus that of a baseline, paired by seed and, with evaluate.py, by window.
 
-    See :func:`comparison.paired.paired_difference`. Paired set-ups differ only in the attention, the options of modes
-    and ``best_over``. A difference whose interval includes zero is not significant. Each interval has a confidence of
-    95 %.
+    See :func:`comparison.paired.paired_difference`. Paired set-ups differ only in the attention, the options of modes,
+    ``best_over`` and ``besides``. A difference whose interval includes zero is not significant. Each interval has a
+    confidence of 95 %.
 
     Args:
         runs: runs of a study. Unfinished runs and those without a finite val loss are listed and left out.
@@ -397,6 +397,7 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
             in :func:`loss_against`.
         title: title of the figure. Empty: a default.
         arm: as in :func:`loss_against`.
+        besides: dotted names of other fields, or of groups such as ``optimizer``, that paired set-ups may differ in.
     """
     name = arm or (lambda run: run.attention)
     arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over, arm)
@@ -409,7 +410,7 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         if name(each.first) == baseline:
             continue
         base = [(other, other_place) for other, other_place in tuned if name(other.first) == baseline
-                and _but_attention(other.fields) == _but_attention(each.fields)]
+                and _without(other.fields, besides) == _without(each.fields, besides)]
         pair = paired_difference(base[0][1].runs, place.runs) if len(base) == 1 else None
         if pair is None:
             alone.append(each.label)
@@ -508,8 +509,10 @@ def differences_against(runs: Sequence[Run], field: str, baseline: str, *, of: C
         tuple(remarks), zero=True)
 
 
-def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if not is_of(name, ("model.attention", "model.modes"))}
+def _without(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """The fields without the attention and without others, or those of their groups."""
+    return {name: value for name, value in fields.items()
+            if not is_of(name, ("model.attention", "model.modes", *others))}
 
 
 def _difference(pair: PairedDifference, baseline: str, label: str, place: _SetUp) -> tuple[Point, tuple[str, ...]]:

@@ -35,7 +35,8 @@
   const shown = (run) => selected(run) && !state.hidden.has(run);
   const runsOf = (setup) => setup.runs.map((index) => runs[index]);
 
-  /** A column of a run's "points" or "means" (train) or "val" in the plotted units; null if the run has none. */
+  /** A column of a run's "points" or "means" (train), "val" or "annealed" in the plotted units; null if the run has
+      none. */
   function column(run, curve, key) {
     const columns = run[curve] ?? {};
     if (key === "flops") return scaled(columns.tokens, run.flops_per_token);
@@ -157,6 +158,14 @@
               ...hover(curve, title(setup, of), quantity) })];
   }
 
+  /** The final losses of a run at several lengths, joined by a line. */
+  function annealed(setup, run, key) {
+    const curve = curveOf(run, "annealed", key);
+    return curve ? [trace("annealed", setup, [run], curve, {
+      mode: "lines+markers", line: { color: setup.colour, width: 1 }, marker: { color: setup.colour, size: 6 },
+      ...hover(curve, `${title(setup, [run])}, annealed`, "val " + quantityText()) })] : [];
+  }
+
   function band(setup, members, { x, y, spread }) {
     const at = Array.from(x.keys()).filter((i) => Number.isFinite(spread[i]));
     const back = at.toReversed();
@@ -217,6 +226,7 @@
         smoothing: state.smoothing, quantity: "train " + quantityText(), isFaint: has(members, "val") })),
       ...drawn.flatMap(([setup, members]) => line("val", setup, members, state.metric, {
         quantity: "val " + quantityText() })),
+      ...drawn.flatMap(([setup, members]) => members.flatMap((run) => annealed(setup, run, state.metric))),
     ];
     const range = state.y === "linear" && !shownMetric().valOnly ? lossRange(traces) : null;
     const [xaxis, yaxis] = [xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) }];
@@ -238,7 +248,7 @@
   /** Initial range of losses: from the lowest to the loss after 3 % of a run, so that the steep start and diverging
       runs do not compress the other curves. */
   function lossRange(traces) {
-    const curves = traces.filter(({ meta }) => meta.kind === "train" || meta.kind === "val")
+    const curves = traces.filter(({ meta }) => ["train", "val", "annealed"].includes(meta.kind))
       .map(({ y, meta }) => ({ y: Array.from(y).filter(Number.isFinite), first: meta.kind === "train" ? 1 : 0 }))
       .filter(({ y }) => y.length);
     if (!curves.length) return null;
@@ -256,6 +266,8 @@
     const { title: text } = AXES.find(({ key }) => key === state.axis);
     return [shownMetric().valOnly ? `Lines with markers: val ${metricName()}.`
               : "Lines with markers: val loss. Faint lines: train loss, smoothed and of single steps.",
+            runs.some((run) => shown(run) && run.annealed) &&
+              "Points on thin lines: the val loss of runs that end there, as annealed.",
             shownSetups().some(([, of]) => of.length > 1) && "Bands: ± one standard deviation over the seeds.",
             state.y === "linear" && !shownMetric().valOnly &&
               "The first steps are above the figure: double-click it, or choose the logarithmic scale, to show all.",

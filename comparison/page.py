@@ -96,6 +96,7 @@ def run_payload(run: Run) -> dict[str, Any]:
         "points": packed(run.train.points),
         "means": packed(run.train.means),
         "val": packed(run.val.points if run.val.is_whole else run.val.means),
+        "annealed": packed(run.lengths),
         "flops_per_token": finite(columns["flops"][-1] / columns["tokens"][-1]) if "flops" in columns else None,
         "bits_per_nat": None if run.units_per_token is None else 1 / (math.log(2) * run.units_per_token),
         "tokens_per_second": finite(run.train.median_speed),

@@ -107,7 +107,8 @@ def _plot_curves(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: s
         x, mean, spread = mean_curve(curves)
         if split == "val":
             for run in setup.runs:
-                _plot_annealed(panel, run, axis, quantity, look["color"])
+                panel.plot(*run.curve(axis, "annealed", quantity), marker="o", markersize=4, linewidth=0.8,
+                           color=look["color"])
         for alone in by_name.values():
             panel.plot(*alone, linewidth=0.8, **look)
         seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
@@ -115,17 +116,6 @@ def _plot_curves(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: s
         if len(curves) > 1:
             panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
     panel.grid(color="#eceef1")
-
-
-def _plot_annealed(panel: "matplotlib.axes.Axes", run: Run, axis: str, quantity: str, color: str) -> None:
-    """The final losses of a run at several lengths, joined by a line. The last is its own, if it is finished."""
-    x, y = run.curve(axis, "annealed", quantity)
-    if not len(x):
-        return
-    if run.is_finished:
-        x, y = (np.append(*both) for both in zip((x, y), (ends[-1:] for ends in run.curve(axis, "val", quantity)),
-                                                 strict=True))
-    panel.plot(x, y, "o-", color=color, linewidth=0.8, markersize=4)
 
 
 @contextmanager
@@ -148,7 +138,8 @@ def saved(canvas: "matplotlib.figure.Figure", kind: str) -> bytes:
 def loss_range(runs: Sequence[Run], split: str, quantity: str) -> tuple[float, float]:
     """Range of losses to show: from the lowest to the loss after 3 % of a run, so that the steep start and diverging
     runs do not compress the other curves."""
-    losses = [run.curve("step", split, quantity)[1] for run in runs]
+    losses = [run.curve("step", shown, quantity)[1] for run in runs
+              for shown in ((split, "annealed") if split == "val" else (split,))]
     curves = [loss[np.isfinite(loss)] for loss in losses if np.isfinite(loss).any()]
     if not curves:
         return 0.0, 1.0

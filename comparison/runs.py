@@ -85,7 +85,7 @@ class Run:
     sample_step: int | None = None
     """The step of either."""
     annealed: Curve = field(default_factory=Curve)
-    """The annealed points, before the end of the run."""
+    """The annealed points before the end of the run; :attr:`lengths` has also the end."""
 
     @property
     def attention(self) -> str:
@@ -218,16 +218,34 @@ class Run:
         means = self.train.means
         return means | {"loss": smooth(means["loss"], means["lines"], len(means["loss"]) // 100)} if means else {}
 
+    @cached_property
+    def lengths(self) -> Columns:
+        """The last val line at each length of ``train.anneal_at``: the annealed points and, of a finished run, its end.
+        Empty without annealed points."""
+        points, end = self.annealed.points, self.val.points
+        if not (points and end and self.is_finished):
+            return points
+        return {name: np.append(values, end[name][-1]) for name, values in points.items() if name in end}
+
+    def at_lengths(self) -> "list[Run]":
+        """A run for each of :attr:`lengths`, which has as many steps and one val line: an annealed point equals the end
+        of such a run."""
+        runs = []
+        for i, step in enumerate(self.lengths.get("step", ())):
+            line = {name: values[i:i + 1] for name, values in self.lengths.items()}
+            train = self.config["train"] | {"steps": int(step), "anneal_at": []}
+            runs.append(replace(self, name=f"{self.name} at {step:.0f}", config=self.config | {"train": train},
+                                train=Curve(), val=Curve(line, line, 1), annealed=Curve()))
+        return runs
+
     def curve(self, axis: str, split: str, quantity: str = "loss") -> tuple[np.ndarray, np.ndarray]:
-        """An axis (see ``AXES``), ascending, and the loss (or bits per byte) of a split; empty if unknown.
+        """An axis (see ``AXES``), ascending, and the loss (or bits per byte) of a split; empty if unknown. The split
+        ``annealed`` has :attr:`lengths`.
 
         Val losses are all kept up to ``MAX_POINTS`` lines, else means; train losses are averaged over 2 % of the run.
         """
-        if split == "train":
-            columns = self.smooth_train
-        else:
-            curve = self.annealed if split == "annealed" else self.val
-            columns = curve.points if curve.is_whole else curve.means
+        columns = (self.smooth_train if split == "train" else self.lengths if split == "annealed" else
+                   self.val.points if self.val.is_whole else self.val.means)
         if axis not in columns or quantity not in columns:
             return np.empty(0), np.empty(0)
         known = np.isfinite(columns[axis])

@@ -335,6 +335,24 @@ def test_a_seed_that_ended_early_is_a_curve_of_its_own(chromium, tmp_path):
     assert chromium.problems == []
 
 
+def test_annealed_points_are_joined_to_the_end_of_the_run(chromium, tmp_path):
+    run = write_run(tmp_path / "run")
+    *_, last = vals = [line for line in read_lines(run) if line["split"] == "val"]
+    points = [line | {"split": "annealed", "begin": line["step"] - 9, "loss": line["loss"] - 1} for line in vals[:2]]
+    write_lines(run, [*read_lines(run), *points])
+    report = tmp_path / "report.html"
+    report.write_text(page(compare([load_run(run)])))
+    chromium.problems.clear()
+    chromium.open(report)
+    chromium.choose("axis", "Steps")
+    drawn = chromium.drawn("annealed")["run"]
+    assert drawn["x"] == [20, 40, 100]
+    assert drawn["y"] == pytest.approx([vals[0]["loss"] - 1, vals[1]["loss"] - 1, last["loss"]], rel=1e-6)
+    low, _ = chromium.value("document.getElementById('loss').layout.yaxis.range")
+    assert low < min(drawn["y"])
+    assert chromium.problems == []
+
+
 def test_slider_smooths_the_curves_and_not_the_points(browser, runs):
     def slide(percent: int) -> None:
         browser.value(f"(slider => {{ slider.value = {percent}; slider.dispatchEvent(new Event('input')); }})"

@@ -184,6 +184,8 @@ def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
         ("2", "–", "0.0000", "−1.2706 to 1.2706", "not significant")]
     assert figure.remarks == ("linear lacks seed 2: the other 2 seeds are used.",
                               "Left out, without a matching run of softmax: local.")
+    figure = differences([*softmax, *other], "softmax", best_over=RATE, besides=("model.context",))
+    assert [(line.label, line.points[0].y) for line in figure.lines] == [("local", 0)]
 
 
 def test_a_study_can_name_its_lines(make):

@@ -136,3 +136,20 @@ def test_a_run_that_has_just_begun_says_so(tmp_path):
     for name, mode in (("nowhere", "softmax"), ("quickstart-gated", "gated")):
         with pytest.raises(ConfigError, match=f"no such folder; .*attention {mode}.* runs/{name}$"):
             load_run(Path("runs") / name)
+
+
+def test_annealed_points_are_runs_of_their_length(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert load_run(folder).at_lengths() == []
+    vals = [line for line in read_lines(folder) if line["split"] == "val"]
+    write_lines(folder, [*read_lines(folder), vals[1] | {"split": "annealed", "begin": 30, "loss": 1.25}])
+    set_fields(folder, {"train.anneal_at": [0.4, 1.0]})
+    short, whole = load_run(folder).at_lengths()
+    assert [short.name, whole.name] == ["run at 40", "run at 100"]
+    assert (short.final(), whole.final()) == (1.25, vals[-1]["loss"])
+    assert short.is_finished
+    assert short.loss_at("train_seconds", 40.0, "val") == 1.25
+    trained = load_run(write_run(tmp_path / "trained", steps=40))
+    assert short.setup == trained.setup != whole.setup
+    set_fields(folder, {"train.steps": 250})
+    assert [run.name for run in load_run(folder).at_lengths()] == ["run at 40"]
