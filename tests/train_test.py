@@ -688,12 +688,18 @@ def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run,
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one(recipe, softmax_run, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one(recipe, softmax_run, tmp_path,
+                                                                                 optimizer):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    start = ("--init-from", softmax_run, "--optimizer.final-fraction", 1)  # a rate that does not depend on the steps
+    # A rate that does not depend on the steps.
+    flags = ("--optimizer.name", optimizer, "--optimizer.final-fraction", 1)
+    start = ("--init-from", softmax_run, *flags)
     assert small_run.run(recipe, "--run-dir", straight, "--train.steps", 4, *start) == 0
     assert small_run.run(recipe, "--run-dir", resumed, "--train.steps", 2, *start) == 0
-    assert small_run.run(recipe, "--run-dir", resumed, "--train.steps", 4, "--optimizer.final-fraction", 1) == 0
+    assert small_run.run(recipe, "--run-dir", resumed, "--train.steps", 4, *flags) == 0
+    begun, source = small_run.arrays(straight, 0), small_run.arrays(softmax_run, 2)
+    assert all(np.array_equal(begun[name], source[name]) for name in source if name.startswith("parameters"))
     expected, actual = small_run.arrays(straight, 4), small_run.arrays(resumed, 4)
     assert all(np.array_equal(actual[name], expected[name]) for name in expected)
     assert json.loads((resumed / "environment.json").read_text())["init_from"]["run"] == str(softmax_run)
