@@ -5,6 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+UNROLL = 8
+"""Chunks of an iteration of a scan. On a GPU, each iteration has copies of its own for what it reads and writes."""
+
 
 class Chunks(NamedTuple):
     """Segments across chunks; every field is None without segments."""

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .. import mixed_precision
-from ..chunks import Chunks, join, split
+from ..chunks import UNROLL, Chunks, join, split
 from ..cpu import transposed
 from ..decay import Decays
 from ..remat import save_for_backward
@@ -180,7 +180,8 @@ def carry(moves_NBHML: Array, updates_NBHMD: Array, initial_BHMD: Array, *,
         moves_BHML, update_BHMD = chunk
         return product("bhml,bhld->bhmd", moves_BHML, state_BHMD) + update_BHMD, state_BHMD
 
-    end_BHMD, before_NBHMD = lax.scan(step, initial_BHMD, (moves_NBHML, updates_NBHMD), reverse=reverse)
+    end_BHMD, before_NBHMD = lax.scan(step, initial_BHMD, (moves_NBHML, updates_NBHMD), reverse=reverse,
+                                      unroll=UNROLL)
     return before_NBHMD, end_BHMD
 
 

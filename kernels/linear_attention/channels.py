@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from .. import mixed_precision
 from ..channel_decay import channel_decays, power_of_two
-from ..chunks import Chunks, join, only, split
+from ..chunks import UNROLL, Chunks, join, only, split
 from ..segments import visible
 from ..state import State, decayed, divide
 from .tuning import ChunkSizes
@@ -38,7 +38,7 @@ def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT
         update, keeps_BHM = chunk
         return jax.tree.map(jnp.add, decayed(state, keeps_BHM), update), state
 
-    end, before = lax.scan(step, initial, (updates, keeps_NBHM))
+    end, before = lax.scan(step, initial, (updates, keeps_NBHM), unroll=UNROLL)
     numerator_NBHCD = own_NBHCD + product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD)
     denominator_NBHC = own_NBHC + product("nbhcm,nbhm->nbhc", reading, before.z_BHM) if normalize else None
     return join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype), end
