@@ -228,14 +228,16 @@ class Run:
         return {name: np.append(values, end[name][-1]) for name, values in points.items() if name in end}
 
     def at_lengths(self) -> "list[Run]":
-        """A run for each of :attr:`lengths`, which has as many steps and one val line: an annealed point equals the end
-        of such a run."""
-        runs = []
+        """A run for each of :attr:`lengths`, with its steps or minutes and one val line: an annealed point equals the
+        end of such a run."""
+        runs, train = [], self.config["train"]
         for i, step in enumerate(self.lengths.get("step", ())):
             line = {name: values[i:i + 1] for name, values in self.lengths.items()}
-            train = self.config["train"] | {"steps": int(step), "anneal_at": []}
-            runs.append(replace(self, name=f"{self.name} at {step:.0f}", config=self.config | {"train": train},
-                                train=Curve(), val=Curve(line, line, 1), annealed=Curve()))
+            length = ({"minutes": train["anneal_at"][i] * train["minutes"]} if train["steps"] is None
+                      else {"steps": int(step)})
+            config = self.config | {"train": train | length | {"anneal_at": []}}
+            runs.append(replace(self, name=f"{self.name} at {step:.0f}", config=config, train=Curve(),
+                                val=Curve(line, line, 1), annealed=Curve()))
         return runs
 
     def curve(self, axis: str, split: str, quantity: str = "loss") -> tuple[np.ndarray, np.ndarray]:

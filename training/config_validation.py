@@ -22,7 +22,7 @@ from models.attention.layer_options import LayerOptions
 from support.command import note
 from support.errors import ConfigError
 from support.ranges import check_options
-from training.position import annealed_points
+from training.optimizer import MOST_WARMUP
 
 
 def validate_config[C: RunConfig](config: C) -> C:
@@ -86,22 +86,17 @@ def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
 
 def _check_annealed_points(train: TrainConfig, optimizer: OptimizerConfig) -> None:
     given = f"train.anneal_at is {', '.join(f'{fraction:g}' for fraction in train.anneal_at)}"
-    if optimizer.schedule != "wsd" or train.steps is None:
-        raise ConfigError(f"{given}, with optimizer.schedule {optimizer.schedule} and train.steps {train.steps}; "
-                          "expected wsd and a number of steps")
-    pairs = [*itertools.pairwise((0.0, *train.anneal_at))]
-    if train.anneal_at[-1] != 1 or any(before >= after for before, after in pairs):
+    if optimizer.schedule != "wsd":
+        raise ConfigError(f"{given}, and optimizer.schedule {optimizer.schedule}; expected wsd")
+    if train.anneal_at[-1] != 1 or any(before >= after for before, after in itertools.pairwise((0, *train.anneal_at))):
         raise ConfigError(f"{given}; expected increasing fractions of the run that end with 1")
-    for before, after in pairs:
-        begin = after * (1 - optimizer.decay_fraction)
-        if begin < before:
-            raise ConfigError(f"{given}: the decay to {after:g} begins at {begin:g}, before that to {before:g} has "
-                              "ended; expected fractions further apart, or a smaller optimizer.decay_fraction")
-    for point in annealed_points(train, optimizer).values():
-        if point.begin <= optimizer.warmup_steps:
-            raise ConfigError(f"{given}: the decay to step {point.end} begins after {point.begin} steps, and the "
-                              f"warm-up takes {optimizer.warmup_steps}; expected larger fractions, or fewer "
-                              "optimizer.warmup_steps")
+    warm = MOST_WARMUP if train.steps is None else max(1, optimizer.warmup_steps) / train.steps
+    ends = [("the warm-up", warm), *((f"the decay to {fraction:g}", fraction) for fraction in train.anneal_at)]
+    for (before, end), (decay, fraction) in itertools.pairwise(ends):
+        begin = fraction * (1 - optimizer.decay_fraction)
+        if begin < end:
+            raise ConfigError(f"{given}: {decay} begins at {begin:g} of the run, before {before} ends, at {end:g}; "
+                              "expected fractions further apart, or a smaller optimizer.decay_fraction")
 
 
 def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:

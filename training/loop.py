@@ -27,10 +27,10 @@ from training.metrics import MetricsWriter
 from training.objectives import Evaluator, Objective
 from training.optimizer import global_norm, model_optimizer
 from training.position import (
-    AnnealedPoint,
     Clock,
     Position,
-    annealed_points,
+    annealed_run,
+    decay_begins,
     has_reached_end,
     next_learning_rate,
     read_position,
@@ -77,6 +77,8 @@ class _Decision(NamedTuple):
     """The signal that stops the run, if any."""
     learning_rate: float
     """Of the next step."""
+    decays: bool
+    """Whether the decay to an annealed point begins."""
     in_place: bool
     """Whether the run folder and its metrics file still have their names."""
 
@@ -209,15 +211,13 @@ class _Loop:
                 self.sample()
             if not position.evaluation_due:  # in place of the checkpoint without the evaluation
                 self.save()
-        points = annealed_points(config.train, config.optimizer)
         self.resume()
         while True:
             decision = self.decide()
             if decision.finished or decision.signal is not None:
                 break
-            point = points.get(position.step)
-            if point is not None and position.annealed_step < point.end:
-                self.anneal(point, update)
+            if decision.decays:
+                self.anneal(update)
                 continue
             timing.enter("input")
             batch = next(data)
@@ -272,7 +272,7 @@ class _Loop:
     def _decision(self) -> _Decision:
         config, position = self.config, self.position
         return _Decision(has_reached_end(config, position), self.signals.first, next_learning_rate(config, position),
-                         self._is_in_place())
+                         decay_begins(config, position), self._is_in_place())
 
     def _is_in_place(self) -> bool:
         return self.writer is None or self.writer.is_in_place()
@@ -410,8 +410,8 @@ class _Loop:
         self.watch.evaluated()
         return self.stop_signal() is not None
 
-    def anneal(self, point: AnnealedPoint, update: Callable[..., tuple[steps.TrainState, steps.StepMetrics]]) -> None:
-        """Decay to a point, write its line and its checkpoint, and go back to the state before the decay.
+    def anneal(self, update: Callable[..., tuple[steps.TrainState, steps.StepMetrics]]) -> None:
+        """Decay to the next annealed point, write its line and its checkpoint, and go back to the state before.
 
         A run that is stopped meanwhile begins the decay again: its checkpoint is that of the step before it.
         """
@@ -419,39 +419,44 @@ class _Loop:
         self.save()
         self.complete_save()
         position, began, before = self.position, time.perf_counter(), None
+        shorter, point = annealed_run(self.config, position), replace(position)
+        assert shorter is not None
         self.timing.enter("step")
         with self.objective.batches(start=position.batches, sharding=self.batch_sharding) as data:
-            for step in range(point.begin, point.end):
-                if self._evaluation_stops():
+            while not self._evaluation_stops():
+                finished, rate = processes.from_first(
+                    lambda: (has_reached_end(shorter, point), next_learning_rate(shorter, point)))
+                if finished:
                     break
-                rate = point.learning_rate(self.config, step)
                 self.state, metrics = update(self.state, next(data), jnp.float32(rate))
                 jax.block_until_ready(before)  # the step before, while the device computes this one
                 before = metrics
+                point.step += 1
+                point.batches += 1
+                point.train_seconds = position.train_seconds + time.perf_counter() - began
         jax.block_until_ready(self.state)
-        seconds = time.perf_counter() - began
+        point.train_seconds = position.train_seconds + time.perf_counter() - began
         self.timing.enter("evaluation")
         values = None if self.stop_signal() is not None else self.evaluator(self.state, self._evaluation_stops)
         if values is not None:
-            self._check(point.end, **{"val loss": values["loss"]})
-            self._write(point.end, split="annealed", begin=point.begin, **values,
-                        train_seconds=position.train_seconds + seconds)
+            self._check(point.step, **{"val loss": values["loss"]})
+            self._write(point.step, split="annealed", begin=position.step, **values, train_seconds=point.train_seconds)
             self._save_annealed(point, values["loss"])
-            position.annealed_step = point.end
+            position.annealed_points += 1
         self.timing.enter("checkpoint")
         self.state, _ = _restore(self.checkpoints, position.step, self.shapes, self.shardings)
         self.resume()
 
-    def _save_annealed(self, point: AnnealedPoint, loss: float) -> None:
+    def _save_annealed(self, point: Position, loss: float) -> None:
         """Save the state of an annealed point in a run folder of its own."""
         self.timing.enter("checkpoint")
-        folder = self.run_dir / "annealed" / str(point.end)
+        folder = self.run_dir / "annealed" / str(point.step)
         if processes.is_first():
             folder.mkdir(parents=True, exist_ok=True)
             self._write_missing_records(folder)
         processes.from_first(lambda: None)  # wait for process 0
         with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
-            checkpoints.save(point.end, self._items(replace(self.position, step=point.end)), loss=loss)
+            checkpoints.save(point.step, self._items(point), loss=loss)
             checkpoints.wait()
 
     def sample(self) -> None:

@@ -15,7 +15,7 @@ from support.errors import ConfigError
 
 _SMALL = 2**14
 """Maximum size of arrays whose sums are computed together."""
-_MOST_WARMUP = 0.1
+MOST_WARMUP = 0.1
 """Maximum fraction of a run that is warm-up."""
 
 
@@ -142,7 +142,7 @@ def learning_rate(config: OptimizerConfig, step: int, fraction_done: float) -> f
     warmup = config.warmup_steps
     if config.schedule == "inverse_sqrt":
         return config.learning_rate * min(1.0, (step + 1) / max(1, warmup)) / math.sqrt(max(step + 1, warmup))
-    warm = max((step + 1) / (warmup + 1), fraction_done / _MOST_WARMUP)
+    warm = max((step + 1) / (warmup + 1), fraction_done / MOST_WARMUP)
     if warm < 1:
         return config.learning_rate * warm
     if config.schedule == "constant":
@@ -154,6 +154,6 @@ def learning_rate(config: OptimizerConfig, step: int, fraction_done: float) -> f
         done = max(0.0, 1 - (1 - min(1.0, fraction_done)) / config.decay_fraction) if config.decay_fraction else 0.0
         left = 1 - (math.sqrt(done) if config.decay_shape == "sqrt" else done)
         return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * left)
-    start = min(fraction_done * warmup / max(1, step), _MOST_WARMUP)
+    start = min(fraction_done * warmup / max(1, step), MOST_WARMUP)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction_done - start) / (1 - start))))
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)

@@ -1,12 +1,11 @@
 """How far a run is: its steps, clocks and learning rate."""
 
-import math
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from configs.schema import OptimizerConfig, RunConfig, TrainConfig
+from configs.schema import RunConfig
 from support.json_files import Duration, Natural, check
 from training.checkpoint import JSON_FILE, JSON_ITEM
 from training.optimizer import learning_rate
@@ -23,8 +22,8 @@ class Position:
     """Time spent on updates, excluding compilation, evaluation and checkpoints."""
     wall_seconds: Duration = 0.0
     """Total time."""
-    annealed_step: Natural = 0
-    """The last annealed point."""
+    annealed_points: Natural = 0
+    """Number of annealed points reached, see :func:`annealed_run`."""
     evaluation_due: bool = False
     """Whether a signal ended the evaluation of this step; a resumed run begins with it."""
 
@@ -83,27 +82,25 @@ def next_learning_rate(config: RunConfig, position: Position) -> float:
     return learning_rate(config.optimizer, position.step, fraction_done(config, position))
 
 
-class AnnealedPoint(NamedTuple):
-    """A decay away from the run, which goes on from the state before it."""
+def annealed_run(config: RunConfig, position: Position) -> RunConfig | None:
+    """The shorter run that ends at the next annealed point, a fraction of ``train.anneal_at``; None after the last.
 
-    begin: int
-    """Steps before the decay."""
-    end: int
-    """Steps through the decay."""
+    The decay to the point equals the decay of this run. The end of the whole run is not such a point.
+    """
+    train, fractions = config.train, config.train.anneal_at[:-1]
+    if position.annealed_points >= len(fractions):
+        return None
+    fraction = fractions[position.annealed_points]
+    if train.steps is not None:
+        return replace(config, train=replace(train, steps=round(fraction * train.steps), minutes=None))
+    assert train.minutes is not None
+    return replace(config, train=replace(train, minutes=fraction * train.minutes))
 
-    def learning_rate(self, config: RunConfig, step: int) -> float:
-        """The rate of the update after ``step``, as at the end of a run of ``end`` steps."""
-        return learning_rate(config.optimizer, step, step / self.end)
 
-
-def annealed_points(train: TrainConfig, optimizer: OptimizerConfig) -> dict[int, AnnealedPoint]:
-    """The decays of ``train.anneal_at`` before the end of the run, by the step at which they begin."""
-    points = []
-    for fraction in train.anneal_at[:-1]:
-        assert train.steps is not None  # as validated
-        end = round(fraction * train.steps)
-        points.append(AnnealedPoint(end - math.ceil(optimizer.decay_fraction * end), end))
-    return {point.begin: point for point in points}
+def decay_begins(config: RunConfig, position: Position) -> bool:
+    """Whether the decay to the next annealed point begins at a position."""
+    shorter = annealed_run(config, position)
+    return shorter is not None and fraction_done(shorter, position) >= 1 - config.optimizer.decay_fraction
 
 
 def fraction_done(config: RunConfig, position: Position) -> float:

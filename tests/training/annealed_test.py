@@ -1,7 +1,12 @@
 """Runs with decays away from them, ``train.anneal_at``."""
 
+import itertools
 import signal
+import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +14,9 @@ import pytest
 from configs.schema import Config, OptimizerConfig, TrainConfig
 from support.errors import ConfigError
 from tests import small_run
+from training import loop, position
 from training.config_validation import validate_config
-from training.position import AnnealedPoint, annealed_points
+from training.position import Position, annealed_run, decay_begins
 
 STEPS = 20
 WSD = ("--optimizer.schedule", "wsd", "--train.steps", STEPS, "--checkpoint.every-steps", 6)
@@ -65,17 +71,17 @@ def test_the_run_goes_on_as_if_it_had_not_decayed(recipe, annealed, tmp_path):
 
 @pytest.mark.parametrize("stopped_by", ["a signal", "an error"])
 def test_a_run_stopped_in_a_decay_begins_it_again(recipe, annealed, tmp_path, monkeypatch, stopped_by):
-    folder, rate = tmp_path / "run", AnnealedPoint.learning_rate
+    folder, rate = tmp_path / "run", loop.next_learning_rate
 
-    def stopping_rate(point: AnnealedPoint, config: Config, step: int) -> float:
-        if point.end == 10 and step == 9:
+    def stopping_rate(config: Config, position: Position) -> float:
+        if config.train.steps == 10 and position.step == 9:
             if stopped_by == "an error":
                 raise RuntimeError("stopped")
             signal.raise_signal(signal.SIGINT)
-        return rate(point, config, step)
+        return rate(config, position)
 
     with monkeypatch.context() as patch:
-        patch.setattr(AnnealedPoint, "learning_rate", stopping_rate)
+        patch.setattr(loop, "next_learning_rate", stopping_rate)
         if stopped_by == "an error":
             with pytest.raises(RuntimeError, match="stopped"):
                 small_run.run(recipe, "--run-dir", folder, *ANNEALED)
@@ -107,23 +113,58 @@ def make_config(*fractions: float, decay: float = 0.2, schedule: str = "wsd", st
                   train=TrainConfig(steps=steps, minutes=None if steps else 1.0, anneal_at=fractions))
 
 
-def test_decays_end_at_the_fractions():
-    def points_of(*fractions: float) -> dict[int, AnnealedPoint]:
-        config = make_config(*fractions)
-        return annealed_points(config.train, config.optimizer)
+def decays(config: Config, positions: Iterable[Position]) -> list[tuple[Position, TrainConfig]]:
+    """Where decays begin, and the runs to whose ends they lead."""
+    found: list[tuple[Position, TrainConfig]] = []
+    for before in positions:
+        at = replace(before, annealed_points=len(found))
+        if decay_begins(config, at):
+            shorter = annealed_run(config, at)
+            assert shorter is not None
+            found.append((at, shorter.train))
+    return found
 
-    assert points_of(0.25, 0.5, 1) == {20: AnnealedPoint(20, 25), 40: AnnealedPoint(40, 50)}
-    assert points_of(1) == points_of() == {}
+
+def test_decays_end_at_the_fractions():
+    steps = [Position(step) for step in range(100)]
+    found = decays(make_config(0.25, 0.5, 1), steps)
+    assert [(at.step, train.steps) for at, train in found] == [(20, 25), (40, 50)]
+    assert decays(make_config(1), steps) == decays(make_config(), steps) == []
+
+
+def test_decays_by_the_clock_end_at_the_fractions():
+    times = [Position(7, train_seconds=seconds) for seconds in range(60)]
+    found = decays(make_config(0.25, 0.5, 1, steps=None), times)
+    assert [(at.train_seconds, train.minutes) for at, train in found] == [(12.0, 0.25), (24.0, 0.5)]
+
+
+def test_points_of_a_run_bounded_by_minutes(recipe, tmp_path, monkeypatch):
+    ticks = itertools.count(10 * time.perf_counter())
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 10)
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(position, "time", clock)
+    folder = tmp_path / "run"
+    assert small_run.run(recipe, "--run-dir", folder, *ANNEALED, "--train.steps", "None", "--train.minutes", 0.1) == 0
+    found = small_run.lines(folder, "annealed")
+    assert len(found) == 2
+    seconds = {line["step"]: line["train_seconds"] for line in small_run.lines(folder, "train")}
+    for line, end in zip(found, (1.5, 3.0), strict=True):
+        begin = seconds[line["begin"]]
+        assert 0.8 * end <= begin < 0.8 * end + 0.5
+        assert end <= line["train_seconds"] < end + 0.5
+        assert line["step"] > line["begin"]
+        assert small_run.arrays(folder / "annealed" / str(line["step"]), line["step"])
+    assert small_run.lines(folder, "val")[-1]["train_seconds"] >= 6.0
 
 
 @pytest.mark.parametrize(("config", "message"), [
     (make_config(0.5, 0.25, 1), "0.5, 0.25, 1; expected increasing fractions of the run that end with 1"),
     (make_config(0.25, 0.5), "0.25, 0.5; expected increasing fractions of the run that end with 1"),
     (make_config(0.0, 1), "0, 1; expected increasing fractions of the run that end with 1"),
-    (make_config(0.9, 1), "0.9, 1: the decay to 1 begins at 0.8, before that to 0.9 has ended; expected fractions"),
-    (make_config(0.1, 1), "0.1, 1: the decay to step 10 begins after 8 steps, and the warm-up takes 10; expected"),
-    (make_config(0.5, 1, schedule="cosine"), "0.5, 1, with optimizer.schedule cosine and train.steps 100; expected"),
-    (make_config(0.5, 1, steps=None), "0.5, 1, with optimizer.schedule wsd and train.steps None; expected wsd and"),
+    (make_config(0.9, 1), "0.9, 1: the decay to 1 begins at 0.8 of the run, before the decay to 0.9 ends, at 0.9;"),
+    (make_config(0.1, 1), "0.1, 1: the decay to 0.1 begins at 0.08 of the run, before the warm-up ends, at 0.1;"),
+    (make_config(0.1, 1, steps=None), "0.1, 1: the decay to 0.1 begins at 0.08 of the run, before the warm-up ends"),
+    (make_config(0.5, 1, schedule="cosine"), "0.5, 1, and optimizer.schedule cosine; expected wsd"),
 ])
 def test_points_that_cannot_be(config, message):
     with pytest.raises(ConfigError, match=f"train.anneal_at is {message}"):
