@@ -1,82 +1,135 @@
 """What are a decay per channel, a write strength up to 2, random taps and Muon worth, one at a time?
 
-    python -m data.prepare ../books --out data/books      (any prose, in a file or folder)
+    python -m data.prepare ../books/war_and_peace.jsonl.gz --val-share 0.05 --out data/corpus/books
     python sweep.py studies/recurrences.py --out runs/recurrences --quick
     python sweep.py studies/recurrences.py --out runs/recurrences
 
-The quickstart's model of width 128, for 200 steps of 4,096 tokens, warm-up, the peak, and a decay over the last fifth.
-Each arm has four learning rates a factor of two apart, on code at 1,024 tokens. At the rate that was best there the
-contenders have three seeds on code at 1,024 and at 4,096 tokens and on prose, the others one. Pairs of arms differ in
-one thing: ``gated`` and ``gated-channel`` in the decay; the arms with ``-range`` in the largest write strength, with
-``-normal`` in the initial taps, and with ``-muon`` in the optimizer, whose AdamW has the rate 4e-3. ``gated_delta`` and
-``kda`` differ in the decay, and in rank and activation of the output gate.
+The quickstart's model of width 128, steps of 4,096 tokens, the schedule ``wsd``.
 
-The quick form has code at 1,024 tokens, one rate and 100 steps.
+- ``rates``: each arm at three learning rates, a factor of two apart around its best, for 200 steps on code at 1,024
+  tokens, with one seed.
+- ``code``: the contenders at their best rates, three seeds, for 75, 150 and 300 steps: annealed points of one run.
+- ``prose`` and ``long``: the same for 75 and 150 steps, on a book, and on code at 4,096 tokens.
+- ``speed``: 40 steps of each arm, for the tokens a second, without which there is no loss at equal time. These runs say
+  something only without other load: run them first, or by ``--index``.
+
+Pairs of arms differ in one thing: ``gated``, ``gated-channel`` and ``gated-kda`` in the decay; ``softmax-equal`` has
+the parameters of the recurrences by wider heads; the arms with ``-range`` have a write strength up to 2, with
+``-normal`` random initial taps, with ``-muon`` Muon, whose AdamW has the rate 4e-3, and with ``-scaled`` initial
+kernels of deviation 1/√width. ``kda-silu`` differs from ``gated_delta`` in the decay alone, but for a product of two
+matrices in the output gate.
+
+The quick form has ``rates``, with one rate and 100 steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from comparison.figures import Figure
+from comparison.figures import Axis, Figure, differences_against, loss_against
 from comparison.runs import Run
 from comparison.study import Variation, mode_fields
-from studies._arms import RATE, figures_of_corpus
+from studies._arms import RATE, arm_of, figures_of_corpus
 
 RECIPE = "configs/quickstart.py"
-RATES = (2e-3, 4e-3, 8e-3)
-QUICK_RATE = 4e-3
 EVERYTHING = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "rms", "output_norm": "rms", "output_gate": "silu",
               "forget_gate": True}
 """The layer options of ``gated_delta``, and a forget gate."""
-MUON = {"optimizer.name": "muon", "optimizer.adam_learning_rate": QUICK_RATE}
+MUON = {"optimizer.name": "muon", "optimizer.adam_learning_rate": 4e-3}
+SCALED = {"model.initial_scale": 0.0884}
 
-ARMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "softmax": ("softmax", {}, {}),
-    "softmax-equal": ("softmax", {}, {"model.head_width": 42}),
-    "softmax-all": ("softmax", EVERYTHING, {}),
-    "softmax-muon": ("softmax", EVERYTHING, MUON),
-    "gated": ("gated", {}, {}),
-    "gated-channel": ("gated", {"decay": "channel"}, {}),
-    "gated-kda": ("gated", {"decay": "kda"}, {}),
-    "gated_delta": ("gated_delta", {}, {}),
-    "gated_delta-range": ("gated_delta", {"write_range": 2}, {}),
-    "gated_delta-normal": ("gated_delta", {"conv_init": "normal"}, {}),
-    "kda": ("kda", {}, {}),
-    "kda-silu": ("kda", {"output_gate": "silu", "rank": 128}, {}),
-    "kda-range": ("kda", {"write_range": 2}, {}),
-    "kda-normal": ("kda", {"conv_init": "normal"}, {}),
-    "kda-muon": ("kda", {}, MUON),
-    "hybrid-gated_delta": ("gated_delta,gated_delta,gated_delta,softmax", {}, {}),
-    "hybrid-kda": ("kda,kda,kda,softmax", {}, {}),
+ARMS: dict[str, tuple[float, str, dict[str, Any], dict[str, Any]]] = {
+    "softmax": (2e-3, "softmax", {}, {}),
+    "softmax-equal": (2e-3, "softmax", {}, {"model.head_width": 42}),
+    "softmax-all": (4e-3, "softmax", EVERYTHING, {}),
+    "softmax-muon": (8e-3, "softmax", EVERYTHING, MUON),
+    "gated": (2e-3, "gated", {}, {}),
+    "gated-channel": (4e-3, "gated", {"decay": "channel"}, {}),
+    "gated-kda": (2e-3, "gated", {"decay": "kda"}, {}),
+    "gated_delta": (4e-3, "gated_delta", {}, {}),
+    "gated_delta-range": (4e-3, "gated_delta", {"write_range": 2}, {}),
+    "gated_delta-normal": (2e-3, "gated_delta", {"conv_init": "normal"}, {}),
+    "gated_delta-scaled": (4e-3, "gated_delta", {}, SCALED),
+    "kda": (2e-3, "kda", {}, {}),
+    "kda-silu": (2e-3, "kda", {"output_gate": "silu", "rank": 128}, {}),
+    "kda-muon": (8e-3, "kda", {}, MUON),
+    "kda-scaled": (2e-3, "kda", {}, SCALED),
+    "hybrid-gated_delta": (4e-3, "gated_delta,gated_delta,gated_delta,softmax", {}, {}),
+    "hybrid-kda": (4e-3, "kda,kda,kda,softmax", {}, {}),
 }
-"""Attention, options of its mode (of a hybrid, the last), and other fields, by the name of the run."""
-CONTENDERS = ("softmax-all", "gated", "gated-channel", "gated_delta", "gated_delta-range", "kda", "hybrid-kda")
-BASELINES = ("gated", "gated_delta", "kda", "softmax-all")
-BEST_RATES = dict.fromkeys(ARMS, QUICK_RATE)
-"""The rate of the runs with several seeds."""
+"""Best rate, attention, options of its mode (of a hybrid, the last), and other fields, by the name of the run."""
+QUICK_RATE = 4e-3
 SEEDS = 3
-CORPORA: dict[str, dict[str, Any]] = {
-    "code": {"model.context": 1024, "train.batch_size": 4},
-    "long": {"model.context": 4096, "train.batch_size": 1},
-    "prose": {"model.context": 1024, "train.batch_size": 4, "data.dir": "data/corpus/books"},
+TOKENS = 4096
+"""Tokens in a step."""
+CONTENDERS = ("softmax-all", "gated", "gated_delta", "kda", "hybrid-kda")
+SHORT = {"model.context": 1024, "train.batch_size": 4}
+LONG = {"model.context": 4096, "train.batch_size": 1}
+CORPORA: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "code": (SHORT | {"train.steps": 300, "train.anneal_at": "0.25,0.5,1"},
+             (*CONTENDERS, "softmax-muon", "kda-muon", "gated_delta-range")),
+    "prose": (SHORT | {"train.steps": 150, "train.anneal_at": "0.5,1", "data.dir": "data/corpus/books"}, CONTENDERS),
+    "long": (LONG | {"train.steps": 150, "train.anneal_at": "0.5,1"}, CONTENDERS),
 }
+"""Fields of the runs with several seeds, and their arms."""
+BASELINES = ("softmax-all", "gated", "gated_delta", "kda")
+BESIDES = ("optimizer", "model.head_width", "model.initial_scale")
+"""What arms may differ in besides their attention."""
 
 
 def get_runs(quick: bool) -> list[Variation]:
     if quick:
-        return [_run(arm, "code", 100, QUICK_RATE, 0) for arm in ARMS]
-    runs = [_run(arm, "code", 200, rate, 0) for arm in ARMS for rate in RATES if rate != BEST_RATES[arm]]
-    return runs + [_run(arm, corpus, 200, BEST_RATES[arm], seed) for corpus in CORPORA for arm in ARMS
-                   for seed in range(SEEDS if arm in CONTENDERS else 1)]
+        return [_run("rates", arm, QUICK_RATE, 0, SHORT | {"train.steps": 100}) for arm in ARMS]
+    return [
+        *(_run("rates", arm, factor * rate, 0, SHORT | {"train.steps": 200})
+          for arm, (rate, *_) in ARMS.items() for factor in (0.5, 1, 2)),
+        *(_run(corpus, arm, ARMS[arm][0], seed, fields) for corpus, (fields, arms) in CORPORA.items()
+          for seed in range(SEEDS) for arm in arms),
+        *(_run("speed", arm, ARMS[arm][0], 0, SHORT | {"train.steps": 40}) for arm in ARMS),
+        *(_run("speed_long", arm, ARMS[arm][0], 0, LONG | {"train.steps": 40}) for arm in CONTENDERS)]
 
 
-def _run(arm: str, corpus: str, steps: int, rate: float, seed: int) -> Variation:
-    attention, options, others = ARMS[arm]
-    return Variation(f"{corpus}-{arm}-{rate:g}-seed-{seed}", RECIPE, attention, CORPORA[corpus] | {
-        "train.steps": steps, "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50,
-        "optimizer.schedule": "wsd", RATE: rate, "train.seed": seed, **others, **mode_fields(attention, **options)})
+def _run(corpus: str, arm: str, rate: float, seed: int, fields: dict[str, Any]) -> Variation:
+    _, attention, options, others = ARMS[arm]
+    return Variation(f"{corpus}-{arm}-{rate:g}-seed-{seed}", RECIPE, attention, fields | {
+        "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50, "optimizer.schedule": "wsd",
+        RATE: rate, "train.seed": seed, **others, **mode_fields(attention, **options)})
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    return [figure for corpus in CORPORA for figure in figures_of_corpus(
-        [run for run in runs if run.name.startswith(f"{corpus}-")], corpus, BASELINES)]
+    def of(corpus: str) -> list[Run]:
+        return [run for run in runs if run.name.startswith(f"{corpus}-")]
+
+    found = figures_of_corpus(of("rates"), "code, by rate", BASELINES, BESIDES)
+    for corpus in CORPORA:
+        timed = of("speed_long" if corpus == "long" else "speed")
+        found += [figure.named(corpus) for figure in _by_length([at for run in of(corpus) for at in run.at_lengths()],
+                                                                corpus, _seconds_per_step(timed))]
+    costs = [_costs(of(speed), speed) for speed in ("speed", "speed_long")]
+    return found + [figure for figure in costs if figure.rows]
+
+
+def _by_length(runs: Sequence[Run], corpus: str, seconds: Mapping[str, float]) -> list[Figure]:
+    """Loss and differences against the number of steps, and loss against the training time without other load."""
+    if not runs:
+        return []
+    steps = "train.steps"
+    found = [loss_against(runs, steps, arm=arm_of, title=f"Loss on {corpus} against the length of the run")]
+    timed = [run for run in runs if arm_of(run) in seconds]
+    if timed:
+        found.append(loss_against(timed, steps, of=lambda run: run.config["train"]["steps"] * seconds[arm_of(run)],
+                                  called="training seconds", arm=arm_of, title=f"Loss on {corpus} at equal time"))
+    return found + [differences_against(runs, steps, baseline, arm=arm_of,
+                                        title=f"Loss on {corpus} minus that of {baseline}") for baseline in BASELINES]
+
+
+def _seconds_per_step(runs: Sequence[Run]) -> dict[str, float]:
+    """Of each arm, by the median of its tokens per second."""
+    return {arm_of(run): TOKENS / run.train.median_speed for run in runs if run.train.median_speed}
+
+
+def _costs(runs: Sequence[Run], name: str) -> Figure:
+    rows = [(arm_of(run), f"{run.environment['parameters']:,}", f"{run.state_bytes / 1024:,.0f}",
+             f"{run.train.median_speed:,.0f}") for run in runs if run.train.median_speed]
+    context = "" if not runs else f" at {runs[0].context:,} tokens"
+    return Figure(f"costs-{name}", f"Cost of each arm{context}", Axis(""), "", (),
+                  ("arm", "parameters", "decode state, KiB", "training, tokens/s"), tuple(rows))
