@@ -15,9 +15,9 @@ The quickstart's model of width 128, steps of 4,096 tokens, the schedule ``wsd``
 
 Pairs of arms differ in one thing: ``gated``, ``gated-channel`` and ``gated-kda`` in the decay; ``softmax-equal`` has
 the parameters of the recurrences by wider heads; the arms with ``-range`` have a write strength up to 2, with
-``-normal`` random initial taps, with ``-muon`` Muon, whose AdamW has the rate 4e-3, and with ``-scaled`` initial
-kernels of deviation 1/√width. ``kda-silu`` differs from ``gated_delta`` in the decay alone, but for a product of two
-matrices in the output gate.
+``-heads`` the same initial decay in all channels of a head, with ``-normal`` random initial taps, with ``-muon`` Muon,
+whose AdamW has the rate 4e-3, and with ``-scaled`` initial kernels of deviation 1/√width. ``kda-silu`` differs from
+``gated_delta`` in the decay alone, but for a product of two matrices in the output gate.
 
 The quick form has ``rates``, with one rate and 100 steps.
 """
@@ -45,11 +45,13 @@ ARMS: dict[str, tuple[float, str, dict[str, Any], dict[str, Any]]] = {
     "gated": (2e-3, "gated", {}, {}),
     "gated-channel": (4e-3, "gated", {"decay": "channel"}, {}),
     "gated-kda": (2e-3, "gated", {"decay": "kda"}, {}),
+    "gated-kda-heads": (2e-3, "gated", {"decay": "kda", "decay_init": "head"}, {}),
     "gated_delta": (4e-3, "gated_delta", {}, {}),
     "gated_delta-range": (4e-3, "gated_delta", {"write_range": 2}, {}),
     "gated_delta-normal": (2e-3, "gated_delta", {"conv_init": "normal"}, {}),
     "gated_delta-scaled": (4e-3, "gated_delta", {}, SCALED),
     "kda": (2e-3, "kda", {}, {}),
+    "kda-heads": (2e-3, "kda", {"decay_init": "head"}, {}),
     "kda-silu": (2e-3, "kda", {"output_gate": "silu", "rank": 128}, {}),
     "kda-muon": (8e-3, "kda", {}, MUON),
     "kda-scaled": (2e-3, "kda", {}, SCALED),

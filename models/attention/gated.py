@@ -24,6 +24,7 @@ from models.attention.gates import (
     ChannelDecay,
     ChannelForgetGate,
     ChannelGate,
+    DecayInit,
     InputDecay,
     RecurrentOptions,
     fixed_log_decay,
@@ -33,7 +34,7 @@ from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 from support.ranges import Count
 
-CHANNEL_DECAYS = {"channel": ChannelForgetGate, "kda": ChannelDecay}
+CHANNEL_DECAYS = "channel", "kda"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Config(RecurrentOptions):
     channel, computed from each token, as in GLA; kda: of each channel, as in mode kda."""
     decay_rank: Count = 16
     """Rank of the projection that a decay per channel is computed from."""
+    decay_init: DecayInit = "channel"
+    """Initial decay of kda. channel: one of each channel; head: the same in all channels of a head."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
     """Implementation. None: the fastest on this device. A decay per channel has only chunked."""
 
@@ -66,8 +69,10 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         self.rotary = config.rotary
-        if config.decay in CHANNEL_DECAYS:
-            self.decay = CHANNEL_DECAYS[config.decay](width, config.decay_rank, heads, head_width, rngs=rngs)
+        if config.decay == "channel":
+            self.decay = ChannelForgetGate(width, config.decay_rank, heads, head_width, rngs=rngs)
+        elif config.decay == "kda":
+            self.decay = ChannelDecay(width, config.decay_rank, heads, head_width, initial=config.decay_init, rngs=rngs)
         else:
             self.decay = InputDecay(width, heads, rngs=rngs) if config.decay == "input" else None
 

@@ -24,6 +24,7 @@ from support.ranges import Count, Natural
 RATES = 1.0, 16.0
 STEPS = 1e-3, 0.1
 FORGET_TEMPERATURE = 16
+DecayInit = Literal["channel", "head"]
 
 
 @dataclass(frozen=True)
@@ -166,13 +167,17 @@ class ChannelForgetGate(ChannelGate):
 class ChannelDecay(ChannelGate):
     """A log decay per channel: that of :class:`InputDecay`, with A per head and b per channel.
 
-    Kimi Team: "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
+    Kimi Team: "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025. There b starts with a value of its
+    own in each channel; with ``initial`` head, in each head.
     """
 
-    def __init__(self, width: int, rank: int, heads: int, head_width: int, *, rngs: nnx.Rngs):
+    def __init__(self, width: int, rank: int, heads: int, head_width: int, *, initial: DecayInit = "channel",
+                 rngs: nnx.Rngs):
         super().__init__(width, rank, heads, head_width, rngs=rngs)
         assert self.bias is not None
-        self.log_rate_H, self.bias[...] = initial_decay(heads, heads * head_width, rngs)
+        values = heads * head_width if initial == "channel" else heads
+        self.log_rate_H, bias = initial_decay(heads, values, rngs)
+        self.bias[...] = jnp.repeat(bias, heads * head_width // values)
 
     def __call__(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H D"]:
         return InputDecay.from_gate(self.gate(x_BTE), self.log_rate_H[...][None, None, :, None])

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from models.attention import gated_delta
-from models.attention.gates import ChannelDecay, LowRank, RecurrentOptions
+from models.attention.gates import ChannelDecay, DecayInit, LowRank, RecurrentOptions
 from models.attention.self_attention import open_gate
 from support.ranges import Count
 
@@ -28,6 +28,8 @@ class Config(RecurrentOptions):
     """L2 normalisation of each query and key. none: the state grows without bound where β |k|² stays above 2."""
     rank: Count | None = None
     """Rank of the projections of decay and output gate. None: the head width."""
+    decay_init: DecayInit = "channel"
+    """Initial decay. channel: one of each channel, as published; head: the same in all channels of a head."""
     write_range: Literal[1, 2] = 1
     """Largest write strength: β = write_range × sigmoid. 2 lets a write change the sign of what its key reads."""
 
@@ -47,7 +49,8 @@ class Attention(gated_delta.Attention):
         return self.config.rank or self.head_width
 
     def make_decay(self, rngs: nnx.Rngs) -> ChannelDecay:
-        return ChannelDecay(self.width, self.rank, self.heads, self.head_width, rngs=rngs)
+        return ChannelDecay(self.width, self.rank, self.heads, self.head_width, initial=self.config.decay_init,
+                            rngs=rngs)
 
     def log_decay(self, x_BTE: Array) -> dict[str, Any]:
         return {"channel_log_decay_BTHM": self.decay(x_BTE)}

@@ -134,6 +134,18 @@ def test_kda_is_the_delta_rule_with_decays_and_a_gate_of_low_rank():
     np.testing.assert_allclose(forward(layer, X_BTE)[0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("make", [lambda start: build("kda", decay_init=start),
+                                  lambda start: build("gated", decay="kda", decay_init=start)])
+def test_the_initial_decay_of_each_channel_or_head(make):
+    def values_per_head(start: str) -> list[int]:
+        return [len(set(bias_D.tolist())) for bias_D in make(start).decay.bias[...].reshape(H, D)]
+
+    assert values_per_head("channel") == [D] * H
+    assert values_per_head("head") == [1] * H
+    bias_HD = make("head").decay.bias[...].reshape(H, D)
+    assert len(set(bias_HD[:, 0].tolist())) == H
+
+
 def test_the_decay_of_gla():
     layer = build("gated", decay="channel", decay_rank=3)
     gate_BTF = layer.decay.down(X_BTE) @ layer.decay.kernel[...] + layer.decay.parameters[1][None, None]
