@@ -84,8 +84,8 @@ def get_runs(quick: bool) -> list[Variation]:
     return [
         *(_run("rates", arm, factor * rate, 0, SHORT | {"train.steps": 200})
           for arm, (rate, *_) in ARMS.items() for factor in (0.5, 1, 2)),
-        *(_run(corpus, arm, ARMS[arm][0], seed, fields) for corpus, (fields, arms) in CORPORA.items()
-          for seed in range(SEEDS) for arm in arms),
+        *(_run(corpus, arm, ARMS[arm][0], seed, fields) for seed in range(SEEDS)
+          for corpus, (fields, arms) in CORPORA.items() for arm in arms),
         *(_run("speed", arm, ARMS[arm][0], 0, SHORT | {"train.steps": 40}) for arm in ARMS),
         *(_run("speed_long", arm, ARMS[arm][0], 0, LONG | {"train.steps": 40}) for arm in CONTENDERS)]
 
