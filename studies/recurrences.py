@@ -53,7 +53,6 @@ ARMS: dict[str, tuple[float, str, dict[str, Any], dict[str, Any]]] = {
     "gated_delta-normal": (2e-3, "gated_delta", {"conv_init": "normal"}, {}),
     "gated_delta-scaled": (2e-3, "gated_delta", {}, SCALED),
     "kda": (2e-3, "kda", {}, {}),
-    "kda-heads": (2e-3, "kda", {"decay_init": "head"}, {}),
     "kda-silu": (4e-3, "kda", {"output_gate": "silu", "rank": 128}, {}),
     "kda-muon": (8e-3, "kda", {}, MUON),
     "kda-scaled": (4e-3, "kda", {}, SCALED),
@@ -68,12 +67,9 @@ TOKENS = 4096
 CONTENDERS = ("softmax-all-scaled", "gated-scaled", "gated_delta-scaled", "kda-scaled", "hybrid-kda-scaled")
 SHORT = {"model.context": 1024, "train.batch_size": 4}
 LONG = {"model.context": 4096, "train.batch_size": 1}
-CORPORA: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "code": (SHORT | {"train.steps": 150, "train.anneal_at": "0.5,1"}, (*CONTENDERS, "softmax-muon", "kda-muon")),
-    "prose": (SHORT | {"train.steps": 150, "train.anneal_at": "0.5,1", "data.dir": "data/corpus/books"}, CONTENDERS),
-    "long": (LONG | {"train.steps": 150, "train.anneal_at": "0.5,1"}, CONTENDERS),
-}
-"""Fields of the runs with several seeds, and their arms."""
+CORPORA: dict[str, dict[str, Any]] = {"code": SHORT, "prose": SHORT | {"data.dir": "data/corpus/books"}, "long": LONG}
+"""Fields of the runs with several seeds."""
+LENGTHS = {"train.steps": 150, "train.anneal_at": "0.5,1"}
 TIMED = (*CONTENDERS, "softmax-muon", "kda-muon", "softmax", "softmax-equal", "gated-channel",
          "hybrid-gated_delta-scaled")
 BASELINES = ("softmax-all", "gated", "gated_delta", "kda")
@@ -87,8 +83,8 @@ def get_runs(quick: bool) -> list[Variation]:
     return [
         *(_run("rates", arm, factor * rate, 0, SHORT | {"train.steps": 200})
           for arm, (rate, *_) in ARMS.items() for factor in (0.5, 1, 2)),
-        *(_run(corpus, arm, ARMS[arm][0], seed, fields) for seed in range(SEEDS)
-          for corpus, (fields, arms) in CORPORA.items() for arm in arms),
+        *(_run(corpus, arm, ARMS[arm][0], seed, fields | LENGTHS) for seed in range(SEEDS)
+          for corpus, fields in CORPORA.items() for arm in CONTENDERS),
         *(_run("speed", arm, ARMS[arm][0], 0, SHORT | {"train.steps": 40}) for arm in TIMED),
         *(_run("speed_long", arm, ARMS[arm][0], 0, LONG | {"train.steps": 40}) for arm in CONTENDERS)]
 
