@@ -17,7 +17,7 @@ Pairs of arms differ in one thing: ``gated``, ``gated-channel`` and ``gated-kda`
 the parameters of the recurrences by wider heads; the arms with ``-range`` have a write strength up to 2, with
 ``-heads`` the same initial decay in all channels of a head, with ``-normal`` random initial taps, with ``-muon`` Muon,
 whose AdamW has the rate 4e-3, and with ``-scaled`` initial kernels of deviation 1/√width. ``kda-silu`` differs from
-``gated_delta`` in the decay alone, but for a product of two matrices in the output gate.
+``gated_delta`` in the decay alone, but for products of two matrices in decay and output gate.
 
 The quick form has ``rates``, with one rate and 100 steps.
 """
