@@ -1,6 +1,7 @@
 """Runs with decays away from them, ``train.anneal_at``."""
 
 import itertools
+import math
 import signal
 import time
 from collections.abc import Iterable
@@ -139,8 +140,8 @@ def test_decays_by_the_clock_end_at_the_fractions():
 
 
 def test_points_of_a_run_bounded_by_minutes(recipe, tmp_path, monkeypatch):
-    ticks = itertools.count(10 * time.perf_counter())
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 10)
+    ticks = itertools.count(8 * math.ceil(time.perf_counter()))  # in binary fractions, which sum exactly
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 8)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(position, "time", clock)
     folder = tmp_path / "run"
