@@ -35,7 +35,8 @@ def test_options_are_compared_by_name_across_modes(tmp_path):
     assert differences(runs[:2]) == {"model.attention": [["softmax"], ["gated"]], "short_conv": [0, 4],
                                      "qk_activation": ["none", "silu"], "output_norm": ["none", "rms"],
                                      "output_gate": ["none", "sigmoid"], "forget_gate": [False, None],
-                                     "decay": [None, "input"], "decay_rank": [None, 16], "rotary": [None, False]}
+                                     "decay": [None, "input"], "decay_rank": [None, 16],
+                                     "decay_init": [None, "channel"], "rotary": [None, False]}
     found = differences(runs)
     assert found["short_conv"] == [0, 4, "gated 4, softmax 0"]
     assert found["forget_gate"] == [False, None, False]
