@@ -233,8 +233,10 @@ class Run:
         runs, train = [], self.config["train"]
         for i, step in enumerate(self.lengths.get("step", ())):
             line = {name: values[i:i + 1] for name, values in self.lengths.items()}
-            length = ({"minutes": train["anneal_at"][i] * train["minutes"]} if train["steps"] is None
-                      else {"steps": int(step)})
+            length = {"steps": int(step)}
+            if train["steps"] is None:  # the last fraction that has passed: a point may be left out
+                minutes = [fraction * train["minutes"] for fraction in train["anneal_at"]]
+                length = {"minutes": max(each for each in minutes if 60 * each <= line["train_seconds"][0])}
             config = self.config | {"train": train | length | {"anneal_at": []}}
             runs.append(replace(self, name=f"{self.name} at {step:.0f}", config=config, train=Curve(),
                                 val=Curve(line, line, 1), annealed=Curve()))

@@ -206,9 +206,8 @@ class TrainConfig:
     minutes: Positive | None = None
     """Minutes of training time, evaluation not included."""
     anneal_at: tuple[float, ...] = ()
-    """With schedule wsd: fractions of the run, such as 0.25,0.5,1, that have a final loss each. At
-    each but the last the run decays to it, is evaluated and saved in RUN/annealed, and goes on from the state before
-    the decay."""
+    """With schedule wsd: fractions of the run, such as 0.25,0.5,1, that have a final loss each. At each but the last
+    the run decays to it, is evaluated and saved in RUN/annealed, and goes on from the state before the decay."""
     batch_size: Natural = 8
     """Sequences per update, over all devices. 0: --train.batch-tokens / --model.context."""
     batch_tokens: Count | None = None

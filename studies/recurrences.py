@@ -1,4 +1,4 @@
-"""What are a decay per channel, a write strength up to 2, random taps and Muon worth, one at a time?
+"""What are a decay per channel, wide writes, random taps, Muon and the initial scale worth, one at a time?
 
     python -m data.prepare ../books/war_and_peace.jsonl.gz --val-share 0.05 --out data/corpus/books
     python sweep.py studies/recurrences.py --out runs/recurrences --quick
@@ -10,8 +10,8 @@ The quickstart's model of width 128, steps of 4,096 tokens, the schedule ``wsd``
   tokens, with one seed.
 - ``code``: the contenders at their best rates, three seeds, for 75 and 150 steps: annealed points of one run.
 - ``prose`` and ``long``: the same on a book, and on code at 4,096 tokens.
-- ``speed``: 40 steps, for the tokens a second, without which there is no loss at equal time. These runs say something
-  only without other load: run them by ``--index``.
+- ``speed``: 40 steps in three rounds over the arms, whose median has the tokens a second for the loss at equal time.
+  These runs say something only without other load: run them by ``--index``.
 
 Pairs of arms differ in one thing: ``gated``, ``gated-channel`` and ``gated-kda`` in the decay; ``softmax-equal`` has
 the parameters of the recurrences by wider heads; the arms with ``-range`` have a write strength up to 2, with
@@ -23,6 +23,7 @@ The quick form has ``rates``, with one rate and 100 steps.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from comparison.figures import Axis, Figure, differences_against, loss_against
@@ -85,8 +86,8 @@ def get_runs(quick: bool) -> list[Variation]:
           for arm, (rate, *_) in ARMS.items() for factor in (0.5, 1, 2)),
         *(_run(corpus, arm, ARMS[arm][0], seed, fields | LENGTHS) for seed in range(SEEDS)
           for corpus, fields in CORPORA.items() for arm in CONTENDERS),
-        *(_run("speed", arm, ARMS[arm][0], 0, SHORT | {"train.steps": 40}) for arm in TIMED),
-        *(_run("speed_long", arm, ARMS[arm][0], 0, LONG | {"train.steps": 40}) for arm in CONTENDERS)]
+        *(_run(speed, arm, ARMS[arm][0], seed, fields | {"train.steps": 40}) for seed in range(SEEDS)
+          for speed, fields, arms in (("speed", SHORT, TIMED), ("speed_long", LONG, CONTENDERS)) for arm in arms)]
 
 
 def _run(corpus: str, arm: str, rate: float, seed: int, fields: dict[str, Any]) -> Variation:
@@ -104,34 +105,40 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     for corpus in CORPORA:
         timed = of("speed_long" if corpus == "long" else "speed")
         found += [figure.named(corpus) for figure in _by_length([at for run in of(corpus) for at in run.at_lengths()],
-                                                                corpus, _seconds_per_step(timed))]
+                                                                corpus, _speeds(timed))]
     costs = [_costs(of(speed), speed) for speed in ("speed", "speed_long")]
     return found + [figure for figure in costs if figure.rows]
 
 
-def _by_length(runs: Sequence[Run], corpus: str, seconds: Mapping[str, float]) -> list[Figure]:
+def _by_length(runs: Sequence[Run], corpus: str, speeds: Mapping[str, Sequence[float]]) -> list[Figure]:
     """Loss and differences against the number of steps, and loss against the training time without other load."""
     if not runs:
         return []
     steps = "train.steps"
     found = [loss_against(runs, steps, arm=arm_of, title=f"Loss on {corpus} against the length of the run")]
-    timed = [run for run in runs if arm_of(run) in seconds]
+    timed = [run for run in runs if arm_of(run) in speeds]
     if timed:
-        found.append(loss_against(timed, steps, of=lambda run: run.config["train"]["steps"] * seconds[arm_of(run)],
-                                  called="training seconds", arm=arm_of, title=f"Loss on {corpus} at equal time"))
+        found.append(loss_against(
+            timed, steps, of=lambda run: run.config["train"]["steps"] * TOKENS / median(speeds[arm_of(run)]),
+            called="training seconds", arm=arm_of, title=f"Loss on {corpus} at equal time"))
     return found + [differences_against(runs, steps, baseline, arm=arm_of,
                                         title=f"Loss on {corpus} minus that of {baseline}")
                     for baseline in ("softmax-all-scaled", "gated_delta-scaled")]
 
 
-def _seconds_per_step(runs: Sequence[Run]) -> dict[str, float]:
-    """Of each arm, by the median of its tokens per second."""
-    return {arm_of(run): TOKENS / run.train.median_speed for run in runs if run.train.median_speed}
+def _speeds(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Tokens a second of each run of an arm, ascending."""
+    speeds: dict[str, list[float]] = {}
+    for run in runs:
+        if run.train.median_speed:
+            speeds.setdefault(arm_of(run), []).append(run.train.median_speed)
+    return {arm: sorted(each) for arm, each in speeds.items()}
 
 
 def _costs(runs: Sequence[Run], name: str) -> Figure:
-    rows = [(arm_of(run), f"{run.environment['parameters']:,}", f"{run.state_bytes / 1024:,.0f}",
-             f"{run.train.median_speed:,.0f}") for run in runs if run.train.median_speed]
+    speeds, first = _speeds(runs), {arm_of(run): run for run in reversed(runs)}
+    rows = [(arm, f"{first[arm].environment['parameters']:,}", f"{first[arm].state_bytes / 1024:,.0f}",
+             f"{median(each):,.0f}", f"{each[0]:,.0f} to {each[-1]:,.0f}") for arm, each in speeds.items()]
     context = "" if not runs else f" at {runs[0].context:,} tokens"
     return Figure(f"costs-{name}", f"Cost of each arm{context}", Axis(""), "", (),
-                  ("arm", "parameters", "decode state, KiB", "training, tokens/s"), tuple(rows))
+                  ("arm", "parameters", "decode state, KiB", "training, tokens/s", "range"), tuple(rows))

@@ -413,14 +413,21 @@ class _Loop:
     def anneal(self, update: Callable[..., tuple[steps.TrainState, steps.StepMetrics]]) -> None:
         """Decay to the next annealed point, write its line and its checkpoint, and go back to the state before.
 
-        A run that is stopped meanwhile begins the decay again: its checkpoint is that of the step before it.
+        A run that is stopped meanwhile begins the decay again: its checkpoint is that of the step before it. A point
+        that the run has passed, as by the clock in one long step, is left out.
         """
+        position = self.position
+        shorter, point = annealed_run(self.config, position), replace(position)
+        assert shorter is not None
+        if processes.from_first(lambda: has_reached_end(shorter, position)):
+            fraction = self.config.train.anneal_at[position.annealed_points]
+            note(f"train.anneal_at: step {position.step:,} is past {fraction:g} of the run, which gets no point")
+            position.annealed_points += 1
+            return
         self.record_pending()
         self.save()
         self.complete_save()
-        position, began, before = self.position, time.perf_counter(), None
-        shorter, point = annealed_run(self.config, position), replace(position)
-        assert shorter is not None
+        began, before = time.perf_counter(), None
         self.timing.enter("step")
         with self.objective.batches(start=position.batches, sharding=self.batch_sharding) as data:
             while not self._evaluation_stops():

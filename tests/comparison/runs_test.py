@@ -154,5 +154,5 @@ def test_annealed_points_are_runs_of_their_length(tmp_path):
     assert short.setup == trained.setup != whole.setup
     set_fields(folder, {"train.steps": 250})
     assert [run.name for run in load_run(folder).at_lengths()] == ["run at 40"]
-    set_fields(folder, {"train.steps": None, "train.minutes": 5.0})
-    assert [run.config["train"]["minutes"] for run in load_run(folder).at_lengths()] == [2.0]
+    set_fields(folder, {"train.steps": None, "train.minutes": 1.0})
+    assert [run.config["train"]["minutes"] for run in load_run(folder).at_lengths()] == [0.4, 1.0]

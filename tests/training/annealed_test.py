@@ -139,11 +139,16 @@ def test_decays_by_the_clock_end_at_the_fractions():
     assert [(at.train_seconds, train.minutes) for at, train in found] == [(12.0, 0.25), (24.0, 0.5)]
 
 
-def test_points_of_a_run_bounded_by_minutes(recipe, tmp_path, monkeypatch):
-    ticks = itertools.count(8 * math.ceil(time.perf_counter()))  # in binary fractions, which sum exactly
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 8)
+def set_clock(monkeypatch, ticks_per_second: int) -> None:
+    """A clock that ticks at each reading, in binary fractions of a second, which sum exactly."""
+    ticks = itertools.count(ticks_per_second * math.ceil(time.perf_counter()))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / ticks_per_second)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(position, "time", clock)
+
+
+def test_points_of_a_run_bounded_by_minutes(recipe, tmp_path, monkeypatch):
+    set_clock(monkeypatch, 8)
     folder = tmp_path / "run"
     assert small_run.run(recipe, "--run-dir", folder, *ANNEALED, "--train.steps", "None", "--train.minutes", 0.1) == 0
     found = small_run.lines(folder, "annealed")
@@ -156,6 +161,14 @@ def test_points_of_a_run_bounded_by_minutes(recipe, tmp_path, monkeypatch):
         assert line["step"] > line["begin"]
         assert small_run.arrays(folder / "annealed" / str(line["step"]), line["step"])
     assert small_run.lines(folder, "val")[-1]["train_seconds"] >= 6.0
+
+
+def test_a_point_that_one_step_passes_is_left_out(recipe, tmp_path, monkeypatch, capsys):
+    set_clock(monkeypatch, 1)  # a step takes two seconds of six
+    assert small_run.run(recipe, "--run-dir", tmp_path / "run", *ANNEALED, "--train.anneal-at", "0.15,1",
+                         "--train.steps", "None", "--train.minutes", 0.1) == 0
+    assert "is past 0.15 of the run, which gets no point" in capsys.readouterr().err
+    assert points(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize(("config", "message"), [
