@@ -19,11 +19,11 @@ from comparison.study import read_study
 from comparison.table import as_csv
 from configs.schema import Config, ModelConfig
 from data import journal
+from data.documents import Document, write_corpus
 from data.parts import PartName, PartWriter, find_parts
 from data.prepare import verify_files
 from data.sources.images import ImageFormat
 from data.sources.source import Block
-from data.synthetic_tasks import Document, write_corpus
 from data.texts import TextChunk, TextChunks
 from data.token_files import TokenFiles, TokenFilesWriter, Vocabulary
 from data.tokenizers import Encoded

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Integer, UInt8
 
+from data.documents import Document, write_corpus
 from data.sources.source import file_state, one_line
 from data.sources.tables import hub_tables, parquet_tables
-from data.synthetic_tasks import Document, write_corpus
 from data.token_files import Vocabulary
 from data.tokenizers import PIXELS
 from support.command import status

@@ -16,9 +16,9 @@ import tiktoken
 
 from configs.schema import EARLIER_DOCUMENTS, DataConfig
 from data import prepare, token_files, tokenizers
+from data.documents import Document, write_corpus
 from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, units_per_token, windows
 from data.sources.source import Selection
-from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
 from tests.data.tokenizers_test import GPT2_FILES

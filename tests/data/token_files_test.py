@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
+from data.documents import Document, write_corpus
 from data.sources.images import ImageFormat
-from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, read_meta, verify
 from support.errors import ConfigError, DataError
 from support.json_files import CHECKSUM

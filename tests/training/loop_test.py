@@ -24,7 +24,7 @@ import lineargpt
 import sample
 from configs.schema import EARLIER_DOCUMENTS, ModelConfig, TrainConfig
 from data import tokenizers
-from data.synthetic_tasks import Document, write_corpus
+from data.documents import Document, write_corpus
 from data.verification import Verification
 from models.gpt import GPT, resolve_config
 from sampling.sampler import Sampler, Sampling
