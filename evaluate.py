@@ -2,6 +2,8 @@
 
     python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
     python evaluate.py runs/digits-linear --split test
+    python evaluate.py runs/parity-kda --length 64,128,256,512
+    python evaluate.py runs/mqar-gated --by distance
 
 Prints tables, then writes RUN/evaluation.json, which compare.py draws. At the training context alone, the loss equals
 that of the run's val lines. Other contexts must fit the model's positions: any length with rotary positions or none, at
@@ -17,6 +19,11 @@ evaluated.
 
 RUN/evaluation-windows.npz has the sum of the loss of each window, in nats, and its number of tokens. compare.py uses
 them to pair two set-ups by seed and window, which needs fewer seeds to show a difference.
+
+--length, for runs of a synthetic task, generates the task at each length and gives accuracy and loss at all scored
+tokens and at the last of each document. --by depth and --by distance give them by where the answer stood in the
+document, or by how many tokens before. The results are written to RUN/evaluation-task.json, which compare.py draws;
+nothing else is evaluated.
 
 --split test, for images, evaluates the whole split test unless --batches is given. Its results are printed and written
 to RUN/evaluation-test.json instead, which compare.py does not read.
@@ -40,7 +47,8 @@ import tyro
 
 from comparison.table import print_texts
 from configs.schema import DataConfig
-from data import tokenizers
+from data import synthetic_tasks, tokenizers
+from data.documents import BYTES
 from data.loader import Corpora, open_corpora
 from data.sources.images import ImageFormat
 from support.command import run_command, status, warnings_as_notes
@@ -51,7 +59,9 @@ from support.terminal import printable
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.loading import LoadedRun, load_model
+from training.run_files import TASK_EVALUATION
 from training.sharding import inference_mesh
+from training.task_evaluation import By, evaluate_task
 from training.window_losses import FILE as WINDOW_LOSSES
 from training.window_losses import write_window_losses
 
@@ -83,6 +93,11 @@ class Options:
     """Number of batches, at most all of the split. None: the run's train.eval_batches, or all of test."""
     split: Literal["val", "test"] = "val"
     """Split to evaluate: parts of val, or all of test, unless --batches is given. Only images have the split test."""
+    length: str | None = None
+    """Lengths at which a synthetic task is generated, comma-separated. None: with --by, that of training."""
+    by: By | None = None
+    """For a synthetic task, accuracy by the part of the document in which the answer stood (depth), or by the number of
+    tokens from there (distance)."""
     step: int | None = None
     """Step of the checkpoint. None: the latest."""
     devices: int = 1
@@ -97,6 +112,9 @@ def evaluate(options: Options) -> None:
         ConfigError, NotImplementedError: usage; nothing was evaluated.
         RunError, CheckpointError, DataError, OSError: a file cannot be used.
     """
+    if options.length is not None or options.by is not None:
+        evaluate_lengths(options)
+        return
     contexts = lengths("--context", options.context) if options.context is not None else []
     windows = lengths("--windows", options.windows)
     if options.batches is not None and options.batches < 1:
@@ -139,6 +157,87 @@ def evaluate(options: Options) -> None:
                        ) from error
     finally:
         write_results(run, corpora, found, options, path)
+
+
+def evaluate_lengths(options: Options) -> None:
+    """Evaluate a run of a synthetic task at the lengths of the command line, print the results and write them.
+
+    Raises: as :func:`evaluate`.
+    """
+    for name in ("context", "split"):
+        if getattr(options, name) != getattr(Options, name):
+            raise ConfigError(f"--{name} and {'--length' if options.length is not None else '--by'} are mutually "
+                              "exclusive")
+    at = None if options.length is None else lengths("--length", options.length)
+    if options.batches is not None and options.batches < 1:
+        raise ConfigError(f"--batches is {options.batches}; expected at least 1")
+    if options.data.dir is not None:
+        raise ConfigError("--data.dir holds token files; name a task with --data.source, such as mqar:length=64")
+    with warnings_as_notes():
+        mesh = inference_mesh(options.devices)
+        run = load_model(options.run, options.step, mesh)
+    task = task_of(run, options)
+    if BYTES.size > run.model.vocab_size:
+        raise ConfigError(f"{options.run} has a vocabulary of {run.model.vocab_size} tokens; expected the {BYTES.size} "
+                          "of synthetic tasks")
+    if options.by is not None and next(task.split("val")).answers_L is None:
+        raise ConfigError(f"--by {options.by}: the answers of {task.name()} stand at no single place in its documents")
+    train, trained = run.config.train, run.config.model.context
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        found = evaluate_task(
+            run.model, task, lengths=at or [task.length], progress=status,
+            documents=(train.eval_batches if options.batches is None else options.batches) * train.batch_size,
+            tokens_at_once=train.batch_size // train.accumulate * trained)
+    path = options.run / TASK_EVALUATION
+    try:
+        print(printable(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a "
+                        f"context of {trained:,}, on {task.name()}"))
+        for title, rows in task_tables(found, options.by):
+            print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
+        print(end="", flush=True)
+    finally:
+        try:
+            write(path, {"step": run.step, "task": task.name(), "settings": task.settings, "trained_length": trained,
+                         "attention": list(run.config.model.attention), "lengths": found})
+        except OSError as error:
+            raise RunError(f"the printed results are not in {path}: the folder cannot be written "
+                           f"({error.strerror or error})") from error
+
+
+def task_of(run: LoadedRun, options: Options) -> synthetic_tasks.Task:
+    """The task of the command line, or of the run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    data = run.config.data
+    trained_on = f"token files in {data.dir}" if data.dir else "a mixture" if data.mixture else data.source
+    source = options.data.source or (None if data.dir or data.mixture else data.source)
+    task = None if source is None else synthetic_tasks.parse(source)
+    if task is None and options.data.source is not None:
+        raise ConfigError(f"--data.source is {source}; expected a synthetic task, such as mqar:length=64")
+    if task is None:
+        raise ConfigError(f"{options.run} was trained on {trained_on}, not on a synthetic task; name one with "
+                          "--data.source, such as mqar:length=64")
+    return task
+
+
+def task_tables(entries: Sequence[dict[str, Any]], by: By | None) -> list[tuple[str, list[dict[str, str]]]]:
+    """Title and rows of each table; a row maps headings to cells."""
+    found = [("", [{"length": f"{entry['length']:,}", "documents": f"{entry['documents']:,}",
+                    "tokens": f"{entry['tokens']:,}", "accuracy": f"{entry['accuracy']:.4f}",
+                    "loss": loss_text(entry["loss"]), "accuracy at the last": f"{entry['accuracy_last']:.4f}",
+                    "loss at the last": loss_text(entry["loss_last"])} for entry in entries])]
+    heading = {"depth": "depth", "distance": "tokens since the answer", None: ""}[by]
+    unit = "%" if by == "depth" else ""
+    return found + [(f"by {by}, length {entry['length']:,}", [
+        {heading: f"{p['first']:,}" if p["first"] == p["last"] else f"{p['first']:,} to {p['last']:,}{unit}",
+         "tokens": f"{p['tokens']:,}", "accuracy": f"{p['accuracy']:.4f}", "loss": loss_text(p["loss"])}
+        for p in entry[by]]) for entry in entries if by is not None and by in entry]
+
+
+def loss_text(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def print_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options) -> None:
@@ -188,7 +287,7 @@ def _images(image: dict[str, Any] | None) -> str:
 def lengths(flag: str, value: str) -> list[int]:
     """Comma-separated numbers of tokens, sorted; :class:`ConfigError` for anything else."""
     parts = [part.strip() for part in value.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or (flag == "--context" and not parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or (flag != "--windows" and not parts):
         raise ConfigError(f"{flag} is {value}; expected comma-separated numbers of tokens above 0")
     return sorted(set(map(int, parts)))
 

@@ -58,6 +58,11 @@ def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int], split:
             if context >= tokens:
                 raise ConfigError(f"context is {context}; expected at most {tokens - 1}: the {split} split of "
                                   f"{files.directory} has {tokens} tokens")
+    check_positions(model, contexts)
+
+
+def check_positions(model: GPT, contexts: Sequence[int]) -> None:
+    """Raises :class:`ConfigError` if a context exceeds the model's positions."""
     for context in contexts:
         if context < 1:
             raise ConfigError(f"context is {context}; expected at least 1")
@@ -98,7 +103,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
         ``window`` tokens of context: their loss with the last ``least`` to ``window`` tokens, with all tokens, and the
         difference. Standard errors assume independent windows; None if only one window has scored tokens.
     """
-    forward = _scorer(model, tokens_at_once)
+    forward = make_scorer(model, tokens_at_once)
     found = []
     for name, files in zip(corpora.names, corpora.files, strict=True):
         for context, batch in _batches(files, split, contexts, tokens, packing):
@@ -209,7 +214,7 @@ def _batches(files: TokenFiles, split: str, contexts: Sequence[int], tokens: int
             yield context, jax.tree.map(lambda x, T=context, whole=whole: x[:, :whole].reshape(-1, T), stretches)
 
 
-def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
+def make_scorer(model: GPT, tokens_at_once: int) -> Scorer:
     """``score(batch)``: scores the targets of a batch in host memory, with ``tokens_at_once`` tokens per pass."""
     graph, state = nnx.split(model)
     mesh = jax.sharding.get_mesh()

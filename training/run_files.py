@@ -12,6 +12,7 @@ from support.json_files import Count, Natural
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 EVALUATION = "evaluation.json"
+TASK_EVALUATION = "evaluation-task.json"
 
 
 class InitFrom(TypedDict):
@@ -82,6 +83,40 @@ class Evaluations(TypedDict):
     evaluations: list[Evaluation]
 
 
+class AtPlaces(TypedDict):
+    """The accuracy of answers that stood between two places."""
+
+    first: Natural
+    last: Natural
+    tokens: Natural
+    accuracy: float
+    loss: float | None
+
+
+class AtLength(TypedDict):
+    """The accuracy on a synthetic task at a length."""
+
+    length: Count
+    documents: Count
+    tokens: Natural
+    accuracy: float
+    loss: float | None
+    accuracy_last: float
+    loss_last: float | None
+    depth: NotRequired[list[AtPlaces]]
+    distance: NotRequired[list[AtPlaces]]
+
+
+class TaskEvaluation(TypedDict):
+    """``evaluation-task.json``, of evaluate.py --length."""
+
+    step: NotRequired[Natural | None]
+    task: str
+    settings: str
+    trained_length: Count | None
+    lengths: list[AtLength]
+
+
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The contents of ``config.json``; fields that this version lacks are not checked.
 
@@ -124,6 +159,16 @@ def read_evaluations(run_dir: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     return json_files.read(run_dir / EVALUATION, Evaluations, remedy="run evaluate.py again")
+
+
+def read_task_evaluation(run_dir: Path) -> dict[str, Any]:
+    """The contents of ``evaluation-task.json``.
+
+    Raises:
+        JsonError: it is damaged.
+        OSError: it cannot be read.
+    """
+    return json_files.read(run_dir / TASK_EVALUATION, TaskEvaluation, remedy="run evaluate.py --length again")
 
 
 def write_run_files(run_dir: Path, config: RunConfig, environment: Mapping[str, Any]) -> None:
