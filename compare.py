@@ -28,11 +28,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 import comparison
 from comparison.figures import Figure, read_figures
+from comparison.figures import render as render_figure
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
@@ -70,9 +72,9 @@ class Options:
     """JSON file for the table and the findings on top of the page."""
     png: Path | None = None
     """PNG file for the plots of val loss, and of val accuracy and error rate if runs have them, against steps and
-    training time."""
+    training time. The figures of synthetic tasks are written beside it, each with its name: NAME-abilities.png."""
     svg: Path | None = None
-    """SVG file for the same plots."""
+    """SVG file for the same plots; the figures of synthetic tasks likewise."""
     title: str = ""
     """Title of the page and the plots."""
     note: str = ""
@@ -173,7 +175,7 @@ def show(rendered: RenderedPage) -> None:
     compared = rendered.comparison
     print_table(compared.rows, compared.columns)
     print(printable("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)]))))
-    for figure in rendered.figures:
+    for figure in (*rendered.figures, *compared.abilities):
         print()
         print_texts(figure.title, figure.headings, figure.rows, texts=1)
         print(printable("\n".join(figure.remarks)))
@@ -207,10 +209,14 @@ def write_others(options: Options, rendered: RenderedPage) -> None:
     if options.csv:
         write(options.csv, as_csv(compared.rows, compared.columns).encode())
     if options.json:
-        write(options.json, compared.as_json([figure.as_dict() for figure in rendered.figures]))
+        figures = (*rendered.figures, *compared.abilities)
+        write(options.json, compared.as_json([figure.as_dict() for figure in figures]))
     for path in (options.png, options.svg):
         if path is not None:
-            write(path, picture(compared, path.suffix[1:].lower(), options.title))
+            kind: Any = path.suffix[1:].lower()
+            write(path, picture(compared, kind, options.title))
+            for figure in compared.abilities:
+                write(path.with_name(f"{path.stem}-{figure.name}{path.suffix}"), render_figure(figure, kind))
 
 
 def render(options: Options) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from comparison import abilities
+from comparison.figures import Figure
 from comparison.remarks import remarks
 from comparison.runs import Run, Setup, differences, group
 from comparison.table import Column, Row, TimesToLoss, columns, rows, times_to_loss
@@ -28,6 +30,8 @@ class Comparison:
     """Rows of the table: one per run, and one of means after the runs of each set-up with several seeds."""
     times: TimesToLoss | None
     """Training time to reach given val losses; None if no val loss decreases."""
+    abilities: tuple[Figure, ...]
+    """Figures of accuracy by synthetic task; empty without runs of one."""
     differences: dict[str, list[Any]]
     """Fields of the config in which the runs differ, by dotted name: the value of each run, None if it has none."""
 
@@ -58,4 +62,5 @@ def compare(runs: Sequence[Run]) -> Comparison:
     times = times_to_loss(setups)
     table = rows(runs, setups, times)
     return Comparison(tuple(runs), tuple(setups), tuple(verdict(setups)), tuple(remarks(runs)),
-                      tuple(columns(table, times)), tuple(table), times, differences(runs))
+                      tuple(columns(table, times)), tuple(table), times, tuple(abilities.figures(runs)),
+                      differences(runs))

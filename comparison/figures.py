@@ -40,6 +40,8 @@ from support.errors import ConfigError
 from support.files import replacing
 from support.json_files import FileName, Finite
 
+GRID_COLOURS = "cividis"
+"""A colour map that the colour-blind read like others."""
 MAX_TICKS = 8
 """Most values of an axis that all get a tick."""
 
@@ -94,16 +96,23 @@ class Figure:
     remarks: tuple[str, ...] = ()
     zero: bool = False
     """Whether to draw a line at zero, for differences."""
+    grid: bool = False
+    """Whether to draw a cell for each line and category, coloured by its value between 0 and 1."""
 
     @property
     def values(self) -> list[float | str]:
-        """Values of the horizontal axis: numbers ascending, or categories in the order of their first point."""
+        """Values of the horizontal axis: numbers ascending, or categories in the order of their first point, in a grid
+        in that of the table."""
         values = list(dict.fromkeys(point.x for line in self.lines for point in line.points))
+        if self.grid and set(values) <= set(self.headings):
+            return sorted(values, key=lambda value: self.headings.index(str(value)))
         return values if self.x.kind == "category" else sorted(values, key=float)
 
     @property
     def has_legend(self) -> bool:
         """Whether a legend is needed: there are several lines, and not each at its own position."""
+        if self.grid:
+            return False
         places = [point.x for line in self.lines for point in line.points]
         return len(self.lines) > 1 and (self.x.kind != "category" or len(set(places)) < len(places))
 
@@ -127,7 +136,7 @@ class Figure:
                                    "seeds": len(point.runs), "runs": point.runs} for point in line.points],
                        "best": None if line.best is None else line.points[line.best].x,
                        "published": line.published or None} for line in self.lines],
-            "remarks": self.remarks,
+            "remarks": self.remarks, **({"grid": True} if self.grid else {}),
         }
 
     def as_markdown(self) -> str:
@@ -584,6 +593,7 @@ class _FigureEntry(TypedDict):
     y: str
     lines: list[_LineEntry]
     remarks: list[str]
+    grid: NotRequired[bool]
 
 
 class _FiguresFile(TypedDict):
@@ -618,7 +628,8 @@ def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
         rows += [(line["label"], value_text(point.x), number_text(point.y),
                   "–" if point.interval is None else interval_text(point.interval)) for point in points]
     return Figure(entry["name"], entry["title"], Axis(entry["x"], entry["x_axis"]), entry["y"], tuple(lines),
-                  ("attention", entry["x"], entry["y"], "95 % interval"), tuple(rows), tuple(entry["remarks"]))
+                  ("attention", entry["x"], entry["y"], "95 % interval"), tuple(rows), tuple(entry["remarks"]),
+                  grid=entry.get("grid", False))
 
 
 def check_names(figures: Sequence[Figure]) -> None:
@@ -637,6 +648,8 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
 
     The output is deterministic. Categories of one point each are listed vertically.
     """
+    if figure.grid:
+        return _render_grid(figure, kind)
     if figure.x.kind == "category" and not figure.has_legend:
         return _render_list(figure, kind)
     below = figure.has_legend and len(figure.lines) > MAX_LEGEND
@@ -677,6 +690,27 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             legend_below(canvas, panel)
         elif figure.has_legend:
             panel.legend(frameon=False)
+        return saved(canvas, kind)
+
+
+def _render_grid(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """A row of cells for each line, with their values."""
+    values = np.full((len(figure.lines), len(figure.values)), np.nan)
+    for row, line in zip(values, figure.lines, strict=True):
+        for point in line.points:
+            row[figure.values.index(point.x)] = point.y
+    with drawing(figsize=(2.5 + 0.62 * len(figure.values), 2.2 + 0.3 * len(figure.lines))) as canvas:
+        panel = canvas.subplots()
+        image = panel.imshow(values, cmap=GRID_COLOURS, vmin=0, vmax=1, aspect="auto")
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                panel.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8,
+                           color="white" if value < 0.5 else "black")
+        panel.set_xticks(range(len(figure.values)), [plain(str(value), 40) for value in figure.values], rotation=45,
+                         ha="right", rotation_mode="anchor")
+        panel.set_yticks(range(len(figure.lines)), [plain(line.label, 60) for line in figure.lines])
+        panel.set(title=plain(figure.title))
+        canvas.colorbar(image, ax=panel, label=plain(figure.y))
         return saved(canvas, kind)
 
 

@@ -452,21 +452,39 @@
                        rows: rows.map((cells) => ({ cells, runs: columns })) });
   }
 
-  /** The figures of a study, which are static: each with its legend, table and remarks. */
-  function buildStudy() {
-    payload.study.forEach((figure, i) => {
-      const [plotId, tableId] = [`study-${i}`, `study-table-${i}`];
-      byId("study").append(
+  /** Static figures, of a study or of abilities: each with its legend, table and remarks. */
+  function buildFigures(id, figures) {
+    figures.forEach((figure, i) => {
+      const [plotId, tableId] = [`${id}-${i}`, `${id}-table-${i}`];
+      const style = figure.grid && `height: ${170 + 26 * figure.lines.length}px`;
+      byId(id).append(
         element("h3", {}, figure.title),
-        ...(figure.values.length ? [element("div", { class: "plot", id: plotId })] : []),
+        ...(figure.values.length ? [element("div", { class: "plot", id: plotId, style })] : []),
         ...(figure.legend ? [element("div", { class: "legend" }, ...figure.lines.map(
           (line) => element("span", {}, swatch(line), line.label)))] : []),
         element("div", { class: "scroll", id: tableId }),
         ...figure.remarks.map((remark) => element("p", { class: "note" }, remark)));
       if (figure.rows.length) table(tableId, { ...figure, rows: figure.rows.map((cells) => ({ cells })), text: 1 });
     });
-    reveal("study", payload.study.length);
-    payload.study.forEach((figure, i) => { if (figure.values.length) drawStudy(`study-${i}`, figure); });
+    reveal(id, figures.length);
+    figures.forEach((figure, i) => {
+      if (figure.values.length) (figure.grid ? drawGrid : drawStudy)(`${id}-${i}`, figure);
+    });
+  }
+
+  /** A cell for each line and category, coloured by its value between 0 and 1. */
+  function drawGrid(id, figure) {
+    const cells = figure.lines.map(({ points }) => figure.values.map((x) => points.find((point) => point.x === x)));
+    const trace = {
+      type: "heatmap", x: figure.values, y: figure.lines.map(({ label }) => label),
+      meta: { kind: "study", runs: figure.lines.flatMap(({ points }) => points.flatMap((point) => point.runs)) },
+      z: cells.map((row) => row.map((point) => point ? point.mean : null)), zmin: 0, zmax: 1, colorscale: "Cividis",
+      text: cells.map((row) => row.map((point) => point ? point.mean.toFixed(2) : "")), texttemplate: "%{text}",
+      xgap: 1, ygap: 1, colorbar: { title: { text: figure.y, side: "right" }, thickness: 12 },
+      hovertemplate: "<b>%{y}</b><br>%{x}<br>%{z:.4f}<extra></extra>",
+    };
+    plot(id, [trace], { type: "category", title: { text: "" }, showgrid: false },
+         { type: "category", title: { text: "" }, autorange: "reversed", showgrid: false });
   }
 
   function drawStudy(id, figure) {
@@ -611,7 +629,8 @@
     table("times", payload.times);
     byId("times-note").textContent = payload.times.note;
     byId("note").textContent = payload.note;
-    buildStudy();
+    buildFigures("study", payload.study);
+    buildFigures("abilities", payload.abilities);
     refresh();
     if (runs.some(hasCurve)) keepZoom();
     if (zoom) {  // after the first drawing, to which a double-click returns

@@ -65,6 +65,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
         "runs": [run_payload(run) for run in runs],
         "scored": scored(runs),
         "bits": " or ".join(sorted({run.bits.replace("_", " ") for run in runs})) or "bits per byte",
+        "abilities": [figure_payload(figure) for figure in comparison.abilities],
         "verdict": comparison.verdict,
         "warnings": comparison.remarks,
         "figures": figures_table(comparison, index),
@@ -82,7 +83,7 @@ def figure_payload(figure: Figure) -> dict[str, Any]:
         "lines": [line | {"colour": own, "dash": dash, "symbol": DASHES[dash][1]}
                   for line, own, dash in zip(found["lines"], figure.colours, patterns, strict=True)],
         "values": figure.values, "ticks": len(figure.values) <= MAX_TICKS, "zero": figure.zero,
-        "legend": figure.has_legend, "headings": figure.headings, "rows": figure.rows,
+        "grid": figure.grid, "legend": figure.has_legend, "headings": figure.headings, "rows": figure.rows,
     }
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from comparison import Comparison
 from comparison.curves import mean_curve
 from comparison.remarks import tokenizers_differ
 from comparison.runs import AXES, Run, Setup, scored
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
     import matplotlib.legend
 
+    from comparison import Comparison
+
 WITHIN_AXES = 32
 """Most characters of a label for a legend inside the axes; otherwise it is below."""
 MAX_LEGEND = 6
@@ -33,7 +34,7 @@ SCORES = ("accuracy", "error_rate")
 """Columns of the val lines with a row of panels of their own, in runs that have them."""
 
 
-def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
+def picture(comparison: "Comparison", kind: str, title: str = "") -> bytes:
     """Plots val loss against steps and against training time, with a colour per mode; below it, val accuracy and error
     rate of runs that have them.
 

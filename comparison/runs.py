@@ -28,7 +28,15 @@ from configs.schema import (
 from support.errors import ConfigError, RunError
 from support.terminal import printable
 from training.accounting import flops_per_token, state_bytes
-from training.run_files import ENVIRONMENT, EVALUATION, read_config, read_environment, read_evaluations
+from training.run_files import (
+    ENVIRONMENT,
+    EVALUATION,
+    TASK_EVALUATION,
+    read_config,
+    read_environment,
+    read_evaluations,
+    read_task_evaluation,
+)
 from training.window_losses import WindowLosses, read_window_losses
 
 AXES = {  # horizontal axes: column, button and axis title
@@ -86,6 +94,8 @@ class Run:
     """The step of either."""
     annealed: Curve = field(default_factory=Curve)
     """The annealed points before the end of the run; :attr:`lengths` has also the end."""
+    task_evaluation: Mapping[str, Any] | None = None
+    """The contents of ``evaluation-task.json``, from evaluate.py --length."""
 
     @property
     def attention(self) -> str:
@@ -347,7 +357,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     sample_step, sample, sample_image = newest_sample(path / "samples")
     return Run(_name(path.resolve().name), path, config, environment, with_flops(train, per_token),
                with_flops(val, per_token), evaluations, windows, evaluated_step, sample, sample_image, sample_step,
-               with_flops(annealed, per_token))
+               with_flops(annealed, per_token), load_task_evaluation(path))
 
 
 def _name(text: str) -> str:
@@ -402,6 +412,15 @@ def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
         warnings.warn(f"the evaluation of {path} is left out: {error}", stacklevel=2)
         return None, [], {}
     return found.get("step"), evaluations, windows
+
+
+def load_task_evaluation(path: Path) -> dict[str, Any] | None:
+    """What evaluate.py --length wrote in a run's folder; None without it, or if it is damaged, which a warning says."""
+    try:
+        return _shown(read_task_evaluation(path)) if (path / TASK_EVALUATION).is_file() else None
+    except RunError as error:
+        warnings.warn(f"the evaluation of {path} by length is left out: {error}", stacklevel=2)
+        return None
 
 
 def newest_sample(folder: Path) -> tuple[int | None, str | None, bytes | None]:

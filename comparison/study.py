@@ -53,6 +53,8 @@ class Variation:
     several values, True or False one without a value."""
     command: str = "train.py"
     """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
+    evaluation: Sequence[str] = ()
+    """Arguments of evaluate.py, which evaluates the trained run: ``("--length", "64,512")``. Empty: it is not."""
 
     def flags(self) -> list[str]:
         """Recipe, attention and fields as arguments of the command."""
@@ -71,7 +73,7 @@ class Variation:
     @property
     def arm(self) -> tuple[Any, ...]:
         """Equal for runs that differ only in their seed."""
-        return (self.command, self.recipe, self.attention,
+        return (self.command, self.recipe, self.attention, *self.evaluation,
                 *sorted((name, repr(value)) for name, value in self.fields.items() if name != "train.seed"))
 
 

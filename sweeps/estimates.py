@@ -116,7 +116,7 @@ class Estimates:
                           "train.steps": steps, "train.minutes": None, "train.eval_every": steps // 2,
                           "train.sample_every": 0}
                 short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), folder)
-                ended = subprocess.run([sys.executable, *short.arguments], env=environment, capture_output=True,
+                ended = subprocess.run([sys.executable, *short.commands[0]], env=environment, capture_output=True,
                                        text=True, check=False, stdin=subprocess.DEVNULL)
                 if ended.returncode or (found := timing(short.folder)) is None:
                     error_lines = ended.stderr.strip().splitlines()

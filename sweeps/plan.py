@@ -21,6 +21,7 @@ from configs.schema import RunConfig, flatten, groups_of
 from support.errors import ConfigError
 from support.flags import flag_types
 
+EVALUATE = "evaluate.py"
 RESULT = "result.json"
 """File that a benchmark of a study writes into its folder."""
 NOT_OF_RESULT = tuple(name for name in NOT_OF_SETUP if name != "train.seed")
@@ -57,11 +58,14 @@ class PlannedRun:
                 "train.seed", "train.steps", "train.minutes", "train.eval_every"))}], sort_keys=True)
 
     @property
-    def arguments(self) -> list[str]:
-        """Arguments of ``python``. A run does not join those that a launcher may have started beside it."""
+    def commands(self) -> list[list[str]]:
+        """Arguments of ``python`` for each command, one after the other: training, and the evaluation if there is one.
+        A run does not join those that a launcher may have started beside it."""
         where = (["--json", str(self.folder / RESULT)] if self.config is None else
                  ["--run-dir", str(self.folder), "--distributed.processes", "1"])
-        return [*program(self.variation.command), *self.variation.flags(), *where]
+        training = [*program(self.variation.command), *self.variation.flags(), *where]
+        evaluation = [*program(EVALUATE), str(self.folder), *self.variation.evaluation]
+        return [training, evaluation] if self.variation.evaluation else [training]
 
 
 def program(command: str) -> list[str]:
@@ -87,6 +91,9 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
         if name.replace("-", "_") in GIVEN_BY_SWEEP:
             raise ConfigError(f"{where}: the field {name} is set by sweep.py: a run's folder is OUT/NAME")
     module = module_of(variation.command, where)
+    evaluation = {"evaluation": " ".join(variation.evaluation)} if variation.evaluation else {}
+    if evaluation:
+        check_evaluation(variation, trains(module), where)
     if not trains(module):
         check_benchmark(module, variation, where)
         return PlannedRun(variation, out / variation.name, None, {
@@ -100,7 +107,7 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
     others = {name: value for name, value in dataclasses.asdict(line.flags).items()
               if name not in ("attention", "run_dir") and value is not None}
     return PlannedRun(variation, out / variation.name, line.config,
-                      fields | {name: str(value) for name, value in others.items()})
+                      fields | {name: str(value) for name, value in others.items()} | evaluation)
 
 
 def module_of(command: str, where: str) -> ModuleType:
@@ -138,6 +145,18 @@ def parse(module: ModuleType, variation: Variation, where: str) -> Any:
         pass
     lines = [line.strip(" │╭╮╰╯─") for line in printed.getvalue().splitlines()]
     raise ConfigError(f"{where}: {' '.join(line for line in lines if line and not line.startswith('For full help'))}")
+
+
+def check_evaluation(variation: Variation, trained: bool, where: str) -> None:
+    """Raises :class:`ConfigError` if evaluate.py cannot follow a command, or would not take its arguments."""
+    if not trained:
+        raise ConfigError(f"{where}: {variation.command} does not train a run that {EVALUATE} could evaluate")
+    known = flag_types(module_of(EVALUATE, where).Options)
+    for flag in variation.evaluation:
+        if flag.startswith("--") and flag not in known:
+            close = difflib.get_close_matches(flag, known, n=1)
+            raise ConfigError(f"{where}: {EVALUATE} has no flag {flag}"
+                              + (f"; perhaps you meant {close[0]}" if close else ""))
 
 
 def check_benchmark(module: ModuleType, variation: Variation, where: str) -> None:

@@ -18,13 +18,14 @@ from support.errors import ConfigError
 from support.locks import locked
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
-from sweeps.plan import PlannedRun
+from sweeps.plan import EVALUATE, PlannedRun
 from training.run_folder import OUTPUT, in_training
 
 POLL_SECONDS = 0.1
 REDRAW_SECONDS = 1.0
 LOCK = ".sweep.lock"
 """Lock file in a run's folder, held by the process of the run from its start, even if sweep.py is killed."""
+STOPPED = "stopped; repeat the command to resume"
 SHOWN = 8
 """Rows of the table besides active runs: the last finished ones and the next ones."""
 
@@ -70,6 +71,8 @@ class Active:
     began: float = field(default_factory=time.monotonic)
     waits: bool = False
     """Whether it was reported to wait for that process."""
+    command: int = 0
+    """Number of the command of the run that is running or next."""
     output_start: int = 0
     """Where the output of the process starts in the file, in bytes."""
 
@@ -184,6 +187,9 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
     """How a run ended, or None; starts its process once no other process trains in its folder."""
     if one.process is not None:
         code = one.process.poll()
+        if code == 0 and one.command + 1 < len(one.run.commands):
+            one.command, one.process = one.command + 1, None
+            return STOPPED if stopped else None
         return None if code is None else _ended(one, code, progress, stopped=stopped, keep_all=keep_all)
     if stopped:
         return "not started"
@@ -203,9 +209,10 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
             # A separate process group keeps Ctrl-C in the terminal from reaching the run: a second signal would end it
             # immediately. The process inherits the lock and holds it until it ends.
             one.process = subprocess.Popen(
-                [sys.executable, *one.run.arguments], env=environment, process_group=0, pass_fds=(lock,),
+                [sys.executable, *one.run.commands[one.command]], env=environment, process_group=0, pass_fds=(lock,),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        one.began = time.monotonic()
+        if one.command == 0:
+            one.began = time.monotonic()
     return None
 
 
@@ -220,7 +227,7 @@ def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_al
         val = last_lines(run.folder).get("val", {}).get("loss")
         return f"finished in {duration(seconds)}" + ("" if val is None else f", val loss {val:.4f}")
     if stopped:
-        return "stopped; repeat the command to resume"
+        return STOPPED
     why = f"signal {-code}" if code < 0 else f"exit code {code}"
     # The output of a killed process does not explain why it ended.
     progress.failed[run.name] = why + (f": {message}" if code > 0 and (message := _last_line(one)) else "")
@@ -229,9 +236,10 @@ def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_al
 
 def _last_line(one: Active) -> str:
     """The error that a run printed: the last line that begins with the name of its command, or else the last line."""
+    name = EVALUATE if one.command else one.run.variation.command
     output = (one.run.folder / OUTPUT).read_bytes()[one.output_start:].decode(errors="replace")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith(f"{one.run.variation.command}: ")]
+    errors = [line for line in lines if line.startswith(f"{name}: ")]
     return next(iter([*errors[-1:], *lines[-1:]]), "")
 
 

@@ -35,6 +35,13 @@ FAKE = '''
 import json, os, signal, sys, time
 from pathlib import Path
 
+if "--run-dir" not in sys.argv:  # evaluate.py
+    folder = Path(sys.argv[1])
+    with (folder.parent.parent / "evaluated.txt").open("a") as file:
+        print(folder.name, *sys.argv[2:], file=file)
+    if (folder.parent.parent / "unevaluable").exists():
+        sys.exit("evaluate.py: a task that does not fit\\nTraceback")
+    sys.exit()
 flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 folder = Path(flags["--run-dir"])
 study = folder.parent.parent
@@ -293,6 +300,10 @@ def test_a_folder_that_holds_something_else_is_not_touched(made: SweptStudy, cap
     ("return grid(", 'return [Variation("a/b", RECIPE)] + grid(', "a run is named 'a/b'"),
     ("return grid(", 'return [Variation("a", RECIPE, command="trane.py")] + grid(', "no command trane.py"),
     ("return grid(", 'return [Variation("a")] + grid(', "train.py requires a recipe"),
+    ("return grid(", 'return [Variation("a", RECIPE, evaluation=("--lenght", "8"))] + grid(',
+     "run a: evaluate.py has no flag --lenght; perhaps you meant --length"),
+    ("return grid(", 'return [Variation("a", command="benchmarks.train_step", evaluation=("--length", "8"))] + grid(',
+     "benchmarks.train_step does not train a run that evaluate.py could evaluate"),
     ("return grid(", "return [] and grid(", "get_runs returns no runs"),
     ("return grid(", "1 / 0\n    return grid(", "get_runs failed: ZeroDivisionError"),
     ("def get_runs(", "def runs(", "not a study; expected a function get_runs(quick)"),
@@ -312,16 +323,32 @@ def test_no_such_study(capsys):
 
 def test_a_run_joins_no_others_that_a_launcher_started_beside_it(made: SweptStudy):
     (run, *_) = plan.plan(load_study(made.path), made.out, quick=False)
-    assert run.arguments[-2:] == ["--distributed.processes", "1"]
+    assert run.commands[0][-2:] == ["--distributed.processes", "1"]
 
 
 def test_benchmarks_are_runs_too(made: SweptStudy, capsys):
     made.change("return grid(", 'return [Variation("step", command="benchmarks.train_step", '
                                 'fields={"contexts": "128"})] or grid(')
     run, = plan.plan(load_study(made.path), made.out, quick=False)
-    assert run.arguments[1:] == ["--contexts", "128", "--json", str(made.out / "step" / "result.json")]
+    assert run.commands[0][1:] == ["--contexts", "128", "--json", str(made.out / "step" / "result.json")]
     made.change('"contexts"', '"contents"')
     assert "benchmarks.train_step has no flag --contents" in made.refused(capsys, "--dry-run")
+
+
+def test_a_run_is_evaluated_after_its_training(made: SweptStudy, capsys):
+    made.change("return grid(", 'return [Variation("a", RECIPE, "softmax", evaluation=("--length", "8,16"))] or grid(')
+    (made.folder / "unevaluable").touch()
+    assert made.sweep() == 1
+    assert "a: exit code 1: evaluate.py: a task that does not fit\n" in capsys.readouterr().err
+    assert not read_json(made.out / "a" / "run.json")["finished"]
+    (made.folder / "unevaluable").unlink()
+    assert made.sweep() == 0  # train.py does not train again what is finished
+    assert made.begun() == ["a", "a"]
+    assert (made.folder / "evaluated.txt").read_text() == "a --length 8,16\na --length 8,16\n"
+    assert made.sweep() == 0
+    assert made.begun() == []
+    made.change('"8,16"', '"8"')
+    assert "a run with evaluation --length 8,16, not --length 8" in made.refused(capsys)
 
 
 def test_one_line_a_run_and_one_run_by_its_index(made: SweptStudy, monkeypatch, capsys):

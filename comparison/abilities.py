@@ -1,0 +1,162 @@
+"""What runs can do besides their loss: accuracy by synthetic task, by its length, and by where the answer stood."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from comparison.curves import Curve
+from comparison.figures import Axis, Figure, Line, Point, accuracy_against
+from comparison.runs import Run, distinctions, group_by
+from comparison.statistics import mean_interval
+from data import synthetic_tasks
+from data.synthetic_tasks import Task
+from support.errors import ConfigError
+
+PLACES = {"length": "tokens", "depth": "depth of the answer, %", "distance": "tokens since the answer"}
+"""What the accuracy of evaluate.py --length is drawn against, and its title."""
+NOT_OF_ARM = ("data", "model.context", "optimizer", "train", "checkpoint")
+"""Groups and fields in which runs of one row of the grid may differ."""
+SIZES = ("documents", "val_documents", "seed", "length")
+"""Settings that do not name a task."""
+
+
+def task_of(run: Run) -> Task | None:
+    """The synthetic task that a run was trained on; None for other corpora."""
+    data = run.config.get("data", {})
+    if data.get("dir") or data.get("mixture") or not isinstance(data.get("source"), str):
+        return None
+    try:
+        return synthetic_tasks.parse(data["source"])
+    except ConfigError:  # of another version
+        return None
+
+
+def figures(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> list[Figure]:
+    """The grid of :func:`abilities`, and for each task its accuracy against length, depth and distance, of runs that
+    evaluate.py evaluated so; none without synthetic tasks.
+
+    Args:
+        runs: runs with unique names.
+        arm: the name of a run's row or line. None: its attention, and the options in which runs of it differ.
+    """
+    grid = abilities(runs, arm)
+    return ([grid] if grid.rows else []) + [figure for place in PLACES for figure in against(runs, place, arm)]
+
+
+def abilities(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> Figure:
+    """A grid of arms and tasks with the val accuracy of each: the mean over the seeds of the set-up with the highest
+    one, such as that of the best learning rate.
+
+    A task that evaluate.py evaluated at longer documents has another column, for the longest. Unfinished runs, and runs
+    without accuracy, do not count.
+    """
+    with_task = [(run, task, value) for run in runs if (task := task_of(run)) is not None and run.is_finished
+                 and (value := run.final("accuracy")) is not None]
+    name_of, columns = arm or _arm_of([run for run, *_ in with_task]), _columns([task for _, task, _ in with_task])
+    cells: dict[str, dict[str, dict[str, list[tuple[Run, float]]]]] = {}  # by arm, column and set-up
+    for run, task, trained in with_task:
+        found = [(columns[_key(task)], trained)]
+        longest = max(_lengths(run), key=lambda entry: entry["length"], default=None)
+        if longest is not None and longest["length"] > task.length:
+            found.append((f"{columns[_key(task)]} at {longest['length']:,}", longest["accuracy"]))
+        for column, value in found:
+            cells.setdefault(name_of(run), {}).setdefault(column, {}).setdefault(run.setup, []).append((run, value))
+    order = sorted({column for row in cells.values() for column in row}, key=lambda column: (
+        list(columns.values()).index(column.partition(" at ")[0]), column))
+    lines, rows = [], []
+    for name, row in cells.items():
+        points = []
+        for column in (column for column in order if column in row):
+            # The longer documents are those of the set-up that is best at the length of training.
+            there = row[column.partition(" at ")[0]]
+            best = max(there, key=lambda setup: np.mean([value for _, value in there[setup]]))
+            if best in row[column]:
+                values = [value for _, value in row[column][best]]
+                points.append(Point(column, float(np.mean(values)), mean_interval(values),
+                                    tuple(run.name for run, _ in row[column][best])))
+        first = next(iter(next(iter(row.values())).values()))[0][0]
+        lines.append(Line(name, first.attention, tuple(points)))
+        by_column = {point.x: point for point in points}
+        rows.append((name, *(_cell(by_column.get(column)) for column in order)))
+    remarks = ["Each cell is the val accuracy of the best set-up, such as that of the best learning rate: the mean "
+               "over its seeds, and half of the 95 % interval if there are several."] if rows else []
+    return Figure("abilities", "Abilities", Axis("task", "category"), "accuracy", tuple(lines),
+                  ("attention", *order), tuple(rows), tuple(remarks), grid=True)
+
+
+def _cell(point: Point | None) -> str:
+    if point is None:
+        return "–"
+    return f"{point.y:.3f}" + ("" if point.interval is None else f" ± {point.interval[1] - point.y:.3f}")
+
+
+def _arm_of(runs: Sequence[Run]) -> Callable[[Run], str]:
+    """The attention of a run, and the options in which runs of that attention differ."""
+    alike = group_by(runs, lambda run: run.attention)
+    return lambda run: ", ".join([run.attention, *distinctions(run, alike[run.attention], NOT_OF_ARM)])
+
+
+def _key(task: Task) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    return task.name(), tuple((name, value) for name, value in vars(task).items() if name not in SIZES)
+
+
+def _columns(tasks: Sequence[Task]) -> dict[tuple[str, tuple[tuple[str, Any], ...]], str]:
+    """The name of each task, with the settings in which tasks of that name differ."""
+    keys = list(dict.fromkeys(map(_key, tasks)))
+    found = {}
+    for name, settings in keys:
+        alike = [dict(others) for other, others in keys if other == name]
+        own = [f"{setting} {value}" for setting, value in settings
+               if any(other[setting] != value for other in alike)]
+        found[name, settings] = " ".join([name, *own])
+    return found
+
+
+def _lengths(run: Run) -> list[dict[str, Any]]:
+    """The entries of evaluate.py --length, if they are of the task that the run was trained on."""
+    task, found = task_of(run), run.task_evaluation
+    if task is None or found is None or found["task"] != task.name():
+        return []
+    return found["lengths"]
+
+
+def against(runs: Sequence[Run], place: str, arm: Callable[[Run], str] | None = None) -> list[Figure]:
+    """The accuracy of each task against the length of its documents or, at the length of training, against where the
+    answer stood; none for tasks without these.
+
+    Args:
+        runs: runs with unique names.
+        place: a key of ``PLACES``.
+        arm: as in :func:`figures`.
+    """
+    columns, found = _columns([task for run in runs if (task := task_of(run)) is not None]), []
+    for key, name in columns.items():
+        at, values = [], {}
+        for run in runs:
+            task = task_of(run)
+            if task is None or _key(task) != key or not run.is_finished:
+                continue
+            trained = next((each for each in _lengths(run) if each["length"] == task.length), {})
+            for entry in _lengths(run) if place == "length" else trained.get(place, []):
+                value = entry["length"] if place == "length" else entry["last"]
+                if place == "length" or entry["tokens"]:
+                    at.append(_at(run, f"{run.name} at {place} {value}", entry))
+                    values[at[-1].name] = value
+        if len(set(values.values())) > 1:
+            figure = accuracy_against(
+                at, "data.source", of=lambda run, values=values: values[run.name], called=place, arm=arm,
+                best_over=None, log=place != "depth", title=f"Accuracy on {name} against {PLACES[place]}")
+            found.append(replace(figure, name=f"{figure.name}-{name.replace(' ', '-')}",
+                                 x=replace(figure.x, title=PLACES[place])))
+    return found
+
+
+def _at(run: Run, name: str, entry: dict[str, Any]) -> Run:
+    """A run whose last val line is an entry of evaluate.py --length."""
+    loss = math.nan if entry["loss"] is None else entry["loss"]
+    line = {axis: values[-1:] for axis, values in run.val.points.items() if axis in ("step", "tokens", "train_seconds")}
+    line |= {"loss": np.array([loss]), "accuracy": np.array([entry["accuracy"]])}
+    return replace(run, name=name, train=Curve(), val=Curve(line, line, 1), annealed=Curve())
