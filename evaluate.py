@@ -187,7 +187,8 @@ def evaluate_lengths(options: Options) -> None:
         found = evaluate_task(
             run.model, task, lengths=at or [task.length], progress=status,
             documents=(train.eval_batches if options.batches is None else options.batches) * train.batch_size,
-            tokens_at_once=train.batch_size // train.accumulate * trained)
+            tokens_at_once=train.batch_size // train.accumulate * trained,
+            segments=run.config.data.packing == "documents")
     path = options.run / TASK_EVALUATION
     try:
         print(printable(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a "

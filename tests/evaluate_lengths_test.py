@@ -64,6 +64,12 @@ def test_documents_are_the_windows_of_their_token_files(tmp_path):
         random = task.split("val")
         for one, same in zip(windows_of([next(random) for _ in range(12)]), there, strict=True):
             np.testing.assert_array_equal(one, same)
+        (rows,) = fixed_batches(TokenFiles.open(tmp_path / task.name()), "val", context=task.length, batch_size=12,
+                                count=1, packing="rows")
+        random = task.split("val")
+        assert rows.segment_ids_BT is None
+        for one, same in zip(windows_of([next(random) for _ in range(12)], segments=False)[:2], rows[:2], strict=True):
+            np.testing.assert_array_equal(one, same)
 
 
 def test_accuracy_at_each_length_by_depth_and_by_distance(recipe, capsys):

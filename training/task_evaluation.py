@@ -20,7 +20,7 @@ DEPTHS = 10
 
 
 def evaluate_task(model: GPT, task: Task, *, lengths: Sequence[int], documents: int, tokens_at_once: int,
-                  progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+                  segments: bool = True, progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Evaluates a model on val documents of a task, generated at each length.
 
     Args:
@@ -29,6 +29,8 @@ def evaluate_task(model: GPT, task: Task, *, lengths: Sequence[int], documents: 
         lengths: tokens of the documents, each of which is a window of its own.
         documents: number of documents of each length.
         tokens_at_once: tokens per forward pass, at least one document.
+        segments: whether the model gets segment ids, as with ``data.packing documents``; a window is one document in
+            either case.
         progress: called with a line at the start of each length.
 
     Returns:
@@ -47,7 +49,7 @@ def evaluate_task(model: GPT, task: Task, *, lengths: Sequence[int], documents: 
     for each in tasks:
         progress(f"{each.name()}: {documents:,} documents of {each.length:,} tokens")
         chosen = list(islice(each.split("val"), documents))
-        batch = windows_of(chosen)
+        batch = windows_of(chosen, segments=segments)
         scores, scored_NT = score(batch), np.asarray(batch.targets_BT) >= 0
         last_NT = scored_NT & (scored_NT[:, ::-1].cumsum(axis=1)[:, ::-1] == 1)
         last = _figures(scores, last_NT)
@@ -63,13 +65,14 @@ def evaluate_task(model: GPT, task: Task, *, lengths: Sequence[int], documents: 
     return found
 
 
-def windows_of(documents: Sequence[Document]) -> Batch:
-    """Documents of equal length, each a window of its own, as with ``data.packing documents``."""
+def windows_of(documents: Sequence[Document], *, segments: bool = True) -> Batch:
+    """Documents of equal length, each a window of its own, as with ``data.packing documents`` or, without segment ids,
+    ``rows``."""
     ids_NT = np.stack([document.ids_L for document in documents]).astype(np.int32)
     inputs_NT = np.pad(ids_NT[:, :-1], [(0, 0), (1, 0)], constant_values=BYTES.separator)
     targets_NT = np.stack([np.where(document.weights_L == 0, -1, document.ids_L if document.targets_L is None
                                     else document.targets_L) for document in documents])
-    return Batch(inputs_NT, targets_NT.astype(np.int32), np.zeros_like(ids_NT))
+    return Batch(inputs_NT, targets_NT.astype(np.int32), np.zeros_like(ids_NT) if segments else None)
 
 
 def _bins(answers_NT: Int[np.ndarray, "N T"], by: By) -> list[tuple[int, int, Bool[np.ndarray, "N T"]]]:
