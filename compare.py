@@ -72,9 +72,10 @@ class Options:
     """JSON file for the table and the findings on top of the page."""
     png: Path | None = None
     """PNG file for the plots of val loss, and of val accuracy and error rate if runs have them, against steps and
-    training time. The figures of synthetic tasks are written beside it, each with its name: NAME-abilities.png."""
+    training time. The figures of synthetic tasks and of classes of tokens are written beside it, each with its name:
+    NAME-abilities.png."""
     svg: Path | None = None
-    """SVG file for the same plots; the figures of synthetic tasks likewise."""
+    """SVG file for the same plots."""
     title: str = ""
     """Title of the page and the plots."""
     note: str = ""

@@ -2,6 +2,7 @@
 
     python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
     python evaluate.py runs/digits-linear --split test
+    python evaluate.py runs/softmax --by-token-class
     python evaluate.py runs/parity-kda --length 64,128,256,512
     python evaluate.py runs/mqar-gated --by distance
 
@@ -19,6 +20,10 @@ evaluated.
 
 RUN/evaluation-windows.npz has the sum of the loss of each window, in nats, and its number of tokens. compare.py uses
 them to pair two set-ups by seed and window, which needs fewer seeds to show a difference.
+
+--by-token-class also splits the loss by what the tokens are (data/token_classes.py): repeats of n-grams and first
+occurrences, spaces, letters and brackets, and parts of Python or words of prose. In each of these partitions every
+token has one class, so that shares and losses add up to the total. compare.py shows the differences.
 
 --length, for runs of a synthetic task, generates the task at each length and gives accuracy and loss at all scored
 tokens and at the last of each document. --by depth and --by distance give them by where the answer stood in the
@@ -95,6 +100,9 @@ class Options:
     """Split to evaluate: parts of val, or all of test, unless --batches is given. Only images have the split test."""
     length: str | None = None
     """Lengths at which a synthetic task is generated, comma-separated. None: with --by, that of training."""
+    by_token_class: bool = False
+    """Split the loss by classes of tokens: repeats and first occurrences, letters and brackets, parts of Python or
+    words of prose."""
     by: By | None = None
     """For a synthetic task, accuracy by the part of the document in which the answer stood (depth), or by the number of
     tokens from there (distance)."""
@@ -146,7 +154,8 @@ def evaluate(options: Options) -> None:
         found = evaluation.evaluate(
             run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
             tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
-            packing=run.config.data.packing, split=options.split, progress=status)
+            packing=run.config.data.packing, split=options.split, by_token_class=options.by_token_class,
+            progress=status)
     path = options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json")
     try:
         print_results(run, corpora, found, options)
@@ -164,10 +173,10 @@ def evaluate_lengths(options: Options) -> None:
 
     Raises: as :func:`evaluate`.
     """
-    for name in ("context", "split"):
+    for name in ("context", "split", "by_token_class"):
         if getattr(options, name) != getattr(Options, name):
-            raise ConfigError(f"--{name} and {'--length' if options.length is not None else '--by'} are mutually "
-                              "exclusive")
+            other = "--length" if options.length is not None else "--by"
+            raise ConfigError(f"--{name.replace('_', '-')} and {other} are mutually exclusive")
     at = None if options.length is None else lengths("--length", options.length)
     if options.batches is not None and options.batches < 1:
         raise ConfigError(f"--batches is {options.batches}; expected at least 1")
@@ -344,6 +353,10 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
                  "gain": f"{s['gain']:.4f}"}
                 | ({"accuracy in window": f"{s['accuracy_window']:.4f}", "accuracy in full": f"{s['accuracy']:.4f}"}
                    if "accuracy" in s else {}) for s in entry["short_context"]]))
+        for partition in entry.get("token_classes", ()):
+            found.append((f"{partition['partition']}, {of}", [
+                {"class": c["class"], "tokens": f"{c['tokens']:,}", "share": f"{c['share']:.2%}", "loss": with_error(c)}
+                for c in partition["classes"]]))
     return found
 
 

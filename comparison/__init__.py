@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from comparison import abilities
+from comparison import abilities, token_classes
 from comparison.figures import Figure
 from comparison.remarks import remarks
 from comparison.runs import Run, Setup, differences, group
@@ -31,7 +31,7 @@ class Comparison:
     times: TimesToLoss | None
     """Training time to reach given val losses; None if no val loss decreases."""
     abilities: tuple[Figure, ...]
-    """Figures of accuracy by synthetic task; empty without runs of one."""
+    """Figures of accuracy by synthetic task, and of differences in loss by class of token; empty without these."""
     differences: dict[str, list[Any]]
     """Fields of the config in which the runs differ, by dotted name: the value of each run, None if it has none."""
 
@@ -62,5 +62,5 @@ def compare(runs: Sequence[Run]) -> Comparison:
     times = times_to_loss(setups)
     table = rows(runs, setups, times)
     return Comparison(tuple(runs), tuple(setups), tuple(verdict(setups)), tuple(remarks(runs)),
-                      tuple(columns(table, times)), tuple(table), times, tuple(abilities.figures(runs)),
-                      differences(runs))
+                      tuple(columns(table, times)), tuple(table), times,
+                      (*abilities.figures(runs), *token_classes.figures(setups)), differences(runs))

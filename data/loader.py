@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from configs.schema import EARLIER_DOCUMENTS, DataConfig
 from data import token_files, tokenizers
@@ -83,6 +83,10 @@ class StreamWindows:
         tokens_T = self.files.read(self.split, start, start + self.context + 1)
         return Batch(tokens_T[:-1], self.files.scored(self.split, start + 1, tokens_T[1:]))
 
+    def positions(self, index: int) -> Int64[np.ndarray, " T"]:
+        """Position in the split of each target of a window."""
+        return index * self.context + 1 + np.arange(self.context)
+
 
 class PackedWindows:
     """Windows of whole documents, packed in advance by best-fit decreasing.
@@ -126,6 +130,14 @@ class PackedWindows:
             at += length
         return Batch(inputs_T, targets_T, segment_ids_T)
 
+    def positions(self, index: int) -> Int64[np.ndarray, " T"]:
+        """Position in the split of each target of a window, −1 for padding."""
+        starts_P, lengths_P, bounds_W = self._packing
+        parts = [starts_P[part] + np.arange(lengths_P[part]) for part in range(bounds_W[index], bounds_W[index + 1])]
+        found_T = np.full(self.context, -1, np.int64)
+        found_T[: sum(map(len, parts))] = np.concatenate(parts)
+        return found_T
+
 
 @dataclass(frozen=True)
 class RowWindows:
@@ -160,6 +172,10 @@ class RowWindows:
         targets_T = self.files.read(self.split, start, start + self.context)
         inputs_T = np.append(np.int32(self.files.separator), targets_T[:-1])
         return Batch(inputs_T, self.files.scored(self.split, start, targets_T))
+
+    def positions(self, index: int) -> Int64[np.ndarray, " T"]:
+        """Position in the split of each target of a window."""
+        return index * (self.context + 1) + np.arange(self.context)
 
 
 Windows = StreamWindows | PackedWindows | RowWindows
@@ -475,11 +491,16 @@ def fixed_batches(files: TokenFiles, split: str, *, context: int, batch_size: in
         DataError: no target is scored.
     """
     rows = windows(files, split, context, packing)
+    chosen = fixed_windows(rows, batch_size, count)
+    found = [_stack([rows[index] for index in part]) for part in chosen.tolist()]
+    if not any((batch.targets_BT >= 0).any() for batch in found):
+        raise DataError(f"{files.directory}: all weights are 0 in the {chosen.size} evaluated windows of {split}; "
+                        "expected some weights of 1")
+    return found
+
+
+def fixed_windows(rows: Windows, batch_size: int, count: int) -> Int64[np.ndarray, "count B"]:
+    """The numbers of the windows of :func:`fixed_batches`."""
     batch_size = min(batch_size, len(rows))
     count = min(count, len(rows) // batch_size)
-    chosen = np.arange(count * batch_size) * len(rows) // (count * batch_size)
-    found = [_stack([rows[int(index)] for index in part]) for part in np.split(chosen, count)]
-    if not any((batch.targets_BT >= 0).any() for batch in found):
-        raise DataError(f"{files.directory}: all weights are 0 in the {count * batch_size} evaluated windows of "
-                        f"{split}; expected some weights of 1")
-    return found
+    return (np.arange(count * batch_size) * len(rows) // (count * batch_size)).reshape(count, batch_size)

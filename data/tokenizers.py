@@ -119,12 +119,17 @@ def fingerprint(encoding: "tiktoken.Encoding") -> str:
     return digest.hexdigest()
 
 
+def token_texts(encoding: "tiktoken.Encoding") -> list[bytes]:
+    """The text of each token; empty for special tokens."""
+    texts = [b""] * encoding.n_vocab
+    for token, rank in encoding._mergeable_ranks.items():
+        texts[rank] = token
+    return texts
+
+
 def token_bytes(encoding: "tiktoken.Encoding") -> Int64[np.ndarray, " V"]:
     """The number of bytes of text of each token; 0 for special tokens."""
-    bytes_V = np.zeros(encoding.n_vocab, np.int64)
-    for token, rank in encoding._mergeable_ranks.items():
-        bytes_V[rank] = len(token)
-    return bytes_V
+    return np.array([len(text) for text in token_texts(encoding)], np.int64)
 
 
 def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:

@@ -7,7 +7,8 @@
 Every causal attention on the synthetic tasks of data/synthetic_tasks, in models of 2 layers of width 64 (hybrids of 3 :
 1 have 4 layers), at three learning rates a factor of three apart with one seed, and at the best of them with two more
 seeds. Every attention has a short convolution of 4, which decides recall: the recurrences by default, the others by
-their option, but for reformer and synthesizer, which take none. State tracking is trained at 64 tokens and tested up to 512, recall up to 256.
+their option, but for reformer and synthesizer, which take none. State tracking is trained at 64 tokens and tested up to
+512, recall up to 256.
 
 ``RATES`` has the best rate of each arm and task, from the runs with one seed; runs with the other seeds are planned for
 arms that are in it. The quick form has ``gated_delta`` with writes up to 2 against softmax, a task of each family, one

@@ -342,3 +342,32 @@ def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
         del meta["splits"]["val"]
     (without / "val-00000.bin").unlink()
     assert "no validation tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)
+
+
+def test_classes_of_tokens_add_up_to_the_loss(folder, capsys, tmp_path):
+    first = Path(shutil.copytree(folder / "none", tmp_path / "run"))
+    assert run(first, "--by-token-class", "--context", "16,32") == 0
+    assert "repeats of 4 tokens, context 16" in capsys.readouterr().out
+    for entry in found(first)["evaluations"]:
+        partitions = {one["partition"]: one["classes"] for one in entry["token_classes"]}
+        assert list(partitions) == ["repeats of 2 tokens", "repeats of 4 tokens", "repeats of 8 tokens", "characters",
+                                    "closing brackets", "prose"]
+        for classes in partitions.values():
+            assert sum(one["tokens"] for one in classes) == entry["tokens"]
+            assert sum(one["share"] for one in classes) == pytest.approx(1)
+            assert sum(one["share"] * one["loss"] for one in classes) == pytest.approx(entry["loss"])
+        assert {one["class"] for one in partitions["prose"]} <= {"content word", "number", "whitespace",
+                                                                 "end of document", "function word", "other character"}
+    _, _, windows = load_evaluations(first)
+    for losses in windows.values():
+        assert set(losses.classes) == {one["partition"] for one in found(first)["evaluations"][0]["token_classes"]}
+        for of_class in losses.classes.values():
+            np.testing.assert_allclose(of_class.loss_NK.sum(axis=1), losses.loss_N)
+            np.testing.assert_array_equal(of_class.tokens_NK.sum(axis=1), losses.tokens_N)
+    assert run(first) == 0
+    assert "token_classes" not in found(first)["evaluations"][0]
+
+
+def test_a_corpus_without_text_has_no_classes(recall, capsys):
+    assert run(recall, "--by-token-class") == 2
+    assert "symbols of a generated corpus, which have no classes of tokens; expected text" in capsys.readouterr().err

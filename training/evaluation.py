@@ -10,12 +10,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from data.loader import Batch, Corpora, fixed_batches, units_per_token
+from data.loader import Batch, Corpora, fixed_batches, fixed_windows, units_per_token
+from data.loader import windows as open_windows
+from data.token_classes import Partition, partitions
 from data.token_files import TokenFiles
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
 from training.sharding import batch_sharding, put
-from training.window_losses import WindowLosses, windows_checksum
+from training.window_losses import ClassLosses, WindowLosses, windows_checksum
 
 
 class Scores(NamedTuple):
@@ -33,7 +35,7 @@ class Evaluation(NamedTuple):
     figures: dict[str, Any]
     """JSON values; see :func:`evaluate`."""
     windows: WindowLosses
-    """The loss of each window."""
+    """The loss of each window, and of its tokens of each class."""
 
 
 Scorer = Callable[[Batch], Scores]
@@ -72,7 +74,7 @@ def check_positions(model: GPT, contexts: Sequence[int]) -> None:
 
 
 def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,
-             tokens_at_once: int, packing: str = "stream", split: str = "val",
+             tokens_at_once: int, packing: str = "stream", split: str = "val", by_token_class: bool = False,
              progress: Callable[[str], None] = lambda _: None) -> list[Evaluation]:
     """Evaluates a model on a split of each corpus, at each context.
 
@@ -90,6 +92,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
         tokens_at_once: tokens per forward pass, at least one window.
         packing: as ``data.packing``.
         split: val or test.
+        by_token_class: whether to split the loss by classes of tokens, for text.
         progress: called with a line at the start of each part.
 
     Returns:
@@ -101,12 +104,14 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
         tokens of context; ``short_context``, a list of ``window``, ``least``, ``tokens``, ``loss_window``, ``loss``,
         its ``standard_error`` and ``gain`` (and ``accuracy_window``, ``accuracy``) of the tokens with more than
         ``window`` tokens of context: their loss with the last ``least`` to ``window`` tokens, with all tokens, and the
-        difference. Standard errors assume independent windows; None if only one window has scored tokens.
+        difference; and with ``by_token_class`` ``token_classes``, a list of ``partition`` and ``classes``, a list of
+        ``class``, ``tokens``, ``share``, ``loss`` and ``standard_error``. Standard errors assume independent windows;
+        None if only one window has scored tokens.
     """
     forward = make_scorer(model, tokens_at_once)
     found = []
     for name, files in zip(corpora.names, corpora.files, strict=True):
-        for context, batch in _batches(files, split, contexts, tokens, packing):
+        for context, batch, positions_BT in _batches(files, split, contexts, tokens, packing):
             progress(f"corpus {name}: context {context:,}, {batch.targets_BT.size:,} tokens")
             scores = forward(batch)
             scored_BT, lengths_BT = np.asarray(batch.targets_BT) >= 0, context_lengths(batch)
@@ -138,9 +143,37 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
                     | {f"{figure}_window": value for figure, value in of_window.items()
                        if figure not in ("tokens", "standard_error")}  # its windows overlap
                     | of_all | {"gain": of_window["loss"] - of_all["loss"]})
+            classes: dict[str, ClassLosses] = {}
+            if by_token_class:
+                progress(f"corpus {name}: context {context:,}, classes of tokens")
+                found_partitions = partitions(files, split, batch, positions_BT)
+                entry["token_classes"] = [_class_figures(files, scores, one, scored_BT) for one in found_partitions]
+                classes = {one.name: _class_losses(scores, one) for one in found_partitions}
             found.append(Evaluation(entry, WindowLosses(
-                np.where(scored_BT, scores.loss_BT, 0).sum(axis=1), scored_BT.sum(axis=1).astype(np.int32))))
+                np.where(scored_BT, scores.loss_BT, 0).sum(axis=1), scored_BT.sum(axis=1).astype(np.int32), classes)))
     return found
+
+
+def _class_figures(files: TokenFiles, scores: Scores, partition: Partition, scored_BT: Bool[np.ndarray, "B T"],
+                   ) -> dict[str, Any]:
+    """Tokens, share and loss of each class that has tokens; they add up to those of all tokens."""
+    total, classes = int(scored_BT.sum()), []
+    for number, name in enumerate(partition.classes):
+        if (inside_BT := partition.class_BT == number).any():
+            figures = _figures(files, scores, inside_BT)
+            classes.append({"class": name, "tokens": figures["tokens"], "share": figures["tokens"] / total,
+                            "loss": figures["loss"], "standard_error": figures["standard_error"]})
+    loss = sum(each["share"] * each["loss"] for each in classes)
+    assert sum(each["tokens"] for each in classes) == total
+    assert math.isclose(loss, float(scores.loss_BT[scored_BT].mean()), rel_tol=1e-9) or not math.isfinite(loss)
+    return {"partition": partition.name, "classes": classes}
+
+
+def _class_losses(scores: Scores, partition: Partition) -> ClassLosses:
+    inside = [partition.class_BT == number for number in range(len(partition.classes))]
+    loss_NK = np.stack([np.where(inside_BT, scores.loss_BT, 0).sum(axis=1) for inside_BT in inside], axis=1)
+    tokens_NK = np.stack([inside_BT.sum(axis=1) for inside_BT in inside], axis=1)
+    return ClassLosses(partition.classes, loss_NK, tokens_NK.astype(np.int32))
 
 
 def position_bins(context: int) -> list[tuple[int, int]]:
@@ -197,21 +230,23 @@ def _stride(window: int) -> int:
 
 
 def _batches(files: TokenFiles, split: str, contexts: Sequence[int], tokens: int, packing: str,
-             ) -> Iterator[tuple[int, Batch]]:
-    """All windows of each context, as one batch in host memory."""
+             ) -> Iterator[tuple[int, Batch, Int[np.ndarray, "B T"]]]:
+    """All windows of each context, as one batch in host memory, and the positions of their targets in the split."""
 
-    def together(context: int) -> Batch:
-        rows = fixed_batches(files, split, context=context, batch_size=1, count=max(1, tokens // context),
-                             packing=packing)
-        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
+    def together(context: int) -> tuple[Batch, np.ndarray]:
+        count = max(1, tokens // context)
+        batches = fixed_batches(files, split, context=context, batch_size=1, count=count, packing=packing)
+        rows = open_windows(files, split, context, packing)
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches), np.stack(
+            [rows.positions(index) for index in fixed_windows(rows, 1, count).ravel().tolist()])
 
     stretches = together(max(contexts)) if packing == "stream" else None
     for context in contexts:
         if stretches is None:
-            yield context, together(context)
+            yield context, *together(context)
         else:
             whole = max(contexts) // context * context
-            yield context, jax.tree.map(lambda x, T=context, whole=whole: x[:, :whole].reshape(-1, T), stretches)
+            yield context, *jax.tree.map(lambda x, T=context, whole=whole: x[:, :whole].reshape(-1, T), stretches)
 
 
 def make_scorer(model: GPT, tokens_at_once: int) -> Scorer:

@@ -30,19 +30,19 @@ def group(name: GroupName) -> Group:
     """Z2, Z3 and Z5 are the integers modulo n under addition, S3, S4 and S5 all permutations of n things, A5 the even
     ones of five.
 
-    Generators: of Zn 0 and 1, of Sn the exchange of the first two things and the rotation of all, of A5 the rotations
-    of the first three and of all things. A5 is the smallest group that is not solvable.
+    Generators: of Zn 0 and 1, of Sn the exchanges of neighbours, of A5 the rotations of the first three and of all
+    things. A5 is the smallest group that is not solvable.
     """
     kind, n = name[0], int(name[1:])
     if kind == "Z":
         return Group(np.add.outer(np.arange(n), np.arange(n)) % n, (0, 1))
     elements = [p for p in itertools.permutations(range(n)) if kind == "S" or _is_even(p)]
     number = {p: i for i, p in enumerate(elements)}
-    rotation = (*range(1, n), 0)
-    first = (1, 0, *range(2, n)) if kind == "S" else (1, 2, 0, *range(3, n))
+    exchanges = [(*range(i), i + 1, i, *range(i + 2, n)) for i in range(n - 1)]
+    rotations = [(1, 2, 0, *range(3, n)), (*range(1, n), 0)]
     # First p, then q.
     products = [[number[tuple(q[i] for i in p)] for q in elements] for p in elements]
-    return Group(np.array(products), (number[first], number[rotation]))
+    return Group(np.array(products), tuple(number[p] for p in (exchanges if kind == "S" else rotations)))
 
 
 def _is_even(permutation: tuple[int, ...]) -> bool:
@@ -56,14 +56,15 @@ class Words(Task):
 
     Z2 is parity. A recurrence whose transitions have no negative eigenvalues cannot track Z2, and one that does not mix
     its channels tracks no group in which the order of factors counts (Grazzi et al., "Unlocking State-Tracking in
-    Linear RNNs Through Negative Eigenvalues", arXiv 2411.12537). Guessing is right once in the number of elements: 2,
-    3, 5, 6, 24, 60, 120.
+    Linear RNNs Through Negative Eigenvalues", arXiv 2411.12537). A write of strength 2 of the delta rule is a
+    reflection, and so an exchange of two things; a rotation is two of them. Guessing is right once in the number of
+    elements: 2, 3, 5, 6, 24, 60, 120.
     """
 
     length: int = 64
     group: GroupName = "Z2"
     letters: Literal["elements", "generators"] = "elements"
-    """The elements in a document: all, or two that generate the group (:func:`group`)."""
+    """The elements in a document: all, or some that generate the group (:func:`group`)."""
     documents: int = 50_000
     val_documents: int = 1_000
     seed: int = 0
