@@ -2,6 +2,7 @@
 
     python sweep.py studies/abilities.py --out runs/abilities --quick
     python sweep.py studies/abilities.py --out runs/abilities
+    python -m studies.abilities runs/abilities
     python sweep.py studies/abilities.py --out runs/abilities-power --rows power
 
 Every causal attention on the synthetic tasks of data/synthetic_tasks, in models of 2 layers of width 64 (hybrids of 3 :
@@ -10,12 +11,14 @@ seeds. Every attention has a short convolution of 4, which decides recall: the r
 their option, but for reformer and synthesizer, which take none. State tracking is trained at 64 tokens and tested up to
 512, recall up to 256.
 
-``RATES`` has the best rate of each arm and task, from the runs with one seed; runs with the other seeds are planned for
-arms that are in it. The quick form has ``gated_delta`` with writes up to 2 against softmax, a task of each family, one
-rate and one seed. ``--rows`` takes modes in place of the study's arms, with three rates and one seed.
+abilities_rates.json has the best rate of each arm and task; ``python -m studies.abilities OUT`` writes it from the runs
+with one seed. Runs with the other seeds are planned for the arms and tasks in it, in a folder of their own or after
+study.json is removed. The quick form has ``gated_delta`` with writes up to 2 against softmax, tasks of every family,
+one rate and one seed. ``--rows`` takes modes in place of the study's arms, with three rates and one seed.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,10 @@ from typing import Any
 from comparison import abilities
 from comparison.figures import Figure
 from comparison.runs import Run
-from comparison.study import Variation, mode_fields
+from comparison.study import Variation, mode_fields, read_study, reader
 from data import synthetic_tasks
 from studies._arms import RATE, arm_of
+from support import json_files
 
 RECIPE = "configs/abilities.py"
 CONV = {"short_conv": 4}
@@ -37,8 +41,10 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated": ("gated", {}),
     "gated_delta": ("gated_delta", {}),
     "gated_delta-range": ("gated_delta", WIDE),
+    "delta-range": ("gated_delta", WIDE | {"decay": False}),
     "kda": ("kda", {}),
     "kda-range": ("kda", WIDE),
+    # To here: MAIN.
     "hybrid-gated_delta": ("gated_delta,gated_delta,gated_delta,softmax", CONV),
     "hybrid-kda": ("kda,kda,kda,softmax", CONV),
     "power": ("power", CONV),
@@ -50,27 +56,31 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 """Attention and options of its mode (of a hybrid, the last), by the name of the run."""
 
 LONGER = ("--length", "64,128,256,512")
+RECALLED = ("--length", "64,128,256", "--by", "depth")
 TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "Z2": ("words:group=Z2,length=64", 600, LONGER),
+    "Z2": ("words:group=Z2,length=64", 300, LONGER),
     "Z3": ("words:group=Z3,length=64", 600, LONGER),
-    "S3": ("words:group=S3,length=64", 1000, LONGER),
-    "dyck": ("dyck:length=64", 500, LONGER),
-    "mqar": ("mqar:length=64,pairs=8,vocabulary=64", 600, ("--length", "64,128,256", "--by", "depth")),
-    "rebind": ("rebind:length=96,pairs=6,rebindings=6,queries=12,vocabulary=64", 500, ()),
-    "compositional": ("compositional:length=64,pairs=4,vocabulary=96", 600, ()),
-    "selective_copy": ("selective_copy:length=64", 500, ()),
-    "recall": ("in-context-recall:length=64", 500, ()),
-    "memorization": ("memorization", 300, ()),
-    "depo": ("depo:hops=2,nodes=6,queries=8,length=48", 800, ()),
-    "mano": ("mano:operations=2", 800, ()),
+    "S3": ("words:group=S3,letters=generators,length=64", 400, LONGER),
+    "mqar": ("mqar:length=64,pairs=8,vocabulary=64", 500, RECALLED),
+    "rebind": ("rebind:length=96,pairs=6,rebindings=6,queries=12,vocabulary=64", 400, ()),
+    "dyck": ("dyck:length=64", 400, LONGER),
+    "selective_copy": ("selective_copy:length=64", 400, ()),
+    "compositional": ("compositional:length=64,pairs=4,vocabulary=96", 500, ()),
+    "depo": ("depo:hops=2,nodes=6,queries=8,length=48", 500, ()),
+    "mano": ("mano:operations=2", 500, ()),
+    "S3_all": ("words:group=S3,length=64", 600, LONGER),
 }
-"""Source, steps and arguments of evaluate.py, by the name of the task."""
+"""Source, steps and arguments of evaluate.py, by the name of the task. S3 has exchanges of two things as its letters,
+S3_all rotations too."""
+MAIN = 8
+"""Number of arms that come first, so that an unfinished study has all tasks of them."""
 QUICK = ("softmax", "gated_delta-range")
-QUICK_TASKS = ("Z2", "dyck", "mqar", "rebind", "selective_copy", "recall", "depo", "mano")
-QUICK_RATE = 3e-3
-GRID = (1e-3, 3e-3, 9e-3)
+QUICK_TASKS = ("Z2", "S3", "dyck", "mqar", "rebind", "selective_copy", "depo", "mano")
+GRID = (1e-2, 3e-3, 3e-2)
+"""Learning rates; the quick form has the first."""
 SEEDS = 3
-RATES: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("abilities_rates.json").read_text())
+RATES_FILE = Path(__file__).with_name("abilities_rates.json")
+RATES: dict[str, dict[str, float]] = json.loads(RATES_FILE.read_text())
 """The best learning rate of each arm and task."""
 
 
@@ -78,9 +88,11 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None) -> list[Variation]:
     arms = ARMS if rows is None else {mode: next((arm for arm in ARMS.values() if arm[0] == mode), (mode, {}))
                                       for mode in rows}
     if quick:
-        return [_run(task, arm, arms[arm], QUICK_RATE, 0) for task in QUICK_TASKS
+        return [_run(task, arm, arms[arm], GRID[0], 0) for task in QUICK_TASKS
                 for arm in (QUICK if rows is None else ("softmax", *rows)) if arm in arms]
-    tried = [_run(task, arm, arms[arm], rate, 0) for arm in arms for task in TASKS for rate in GRID]
+    names = list(arms)
+    tried = [_run(task, arm, arms[arm], rate, 0) for part in (names[:MAIN], names[MAIN:]) for rate in GRID
+             for task in TASKS for arm in part]
     again = [] if rows is not None else [
         _run(task, arm, arms[arm], RATES[arm][task], seed) for seed in range(1, SEEDS) for arm in RATES
         for task in RATES[arm]]
@@ -99,3 +111,23 @@ def _run(task: str, arm: str, made_of: tuple[str, dict[str, Any]], rate: float, 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return abilities.figures(runs, arm=arm_of)
+
+
+def best_rates(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """The learning rate with the highest accuracy, or of equal ones with the lowest loss, by arm and task."""
+    best: dict[tuple[str, str], tuple[float, float, float]] = {}
+    for run in runs:
+        accuracy, loss = run.final("accuracy"), run.final()
+        if run.seed == 0 and run.is_finished and accuracy is not None and loss is not None:
+            key = arm_of(run), next(task for task in TASKS if run.name.startswith(f"{task}-{arm_of(run)}-"))
+            found = accuracy, -loss, run.config["optimizer"]["learning_rate"]
+            best[key] = max(best.get(key, found), found)
+    rates: dict[str, dict[str, float]] = {}
+    for (arm, task), (*_, rate) in best.items():
+        rates.setdefault(arm, {})[task] = rate
+    return rates
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    json_files.write(RATES_FILE, best_rates(reader(out, read_study(out)).read().runs))
