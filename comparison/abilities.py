@@ -109,7 +109,7 @@ def _columns(tasks: Sequence[Task]) -> dict[tuple[str, tuple[tuple[str, Any], ..
     found = {}
     for name, settings in keys:
         alike = [dict(others) for other, others in keys if other == name]
-        own = [f"{setting} {value}" for setting, value in settings
+        own = [value if isinstance(value, str) else f"{setting} {value}" for setting, value in settings
                if any(other[setting] != value for other in alike)]
         found[name, settings] = " ".join([name, *own])
     return found

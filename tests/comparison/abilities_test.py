@@ -59,7 +59,7 @@ def runs(tmp_path) -> list[Run]:
 
 def test_a_cell_is_the_mean_over_seeds_of_the_best_set_up(runs):
     grid, *_ = abilities.figures(runs)
-    assert grid.values == ["words group Z2", "words group Z2 at 128", "words group S3", "mqar"]
+    assert grid.values == ["words Z2", "words Z2 at 128", "words S3", "mqar"]
     rows = {row[0]: row[1:] for row in grid.rows}
     # 0.9, 0.95 and 1.0, not the rate with 0.8; at 128 tokens of the same runs.
     half = 4.302652729696142 * 0.05 / math.sqrt(3)
@@ -71,7 +71,7 @@ def test_a_cell_is_the_mean_over_seeds_of_the_best_set_up(runs):
 
 def test_accuracy_against_length_depth_and_distance(runs):
     _, by_length, by_depth, by_distance = abilities.figures(runs)
-    assert by_length.title == "Accuracy on words group Z2 against tokens"
+    assert by_length.title == "Accuracy on words Z2 against tokens"
     (line, other) = by_length.lines
     assert [(point.x, round(point.y, 6), len(point.runs)) for point in line.points] == [(32, 0.9, 3), (128, 0.7, 3)]
     assert [round(point.y, 6) for point in other.points] == [0.9, 0.99]

@@ -214,9 +214,12 @@ def test_prose_has_words_in_place_of_code(tmp_path):
     assert found[-1].classes == PROSE
 
 
-def test_symbols_of_a_task_have_no_classes(tmp_path):
+def test_symbols_of_a_task_and_pixels_have_no_classes(tmp_path, monkeypatch):
     documents = [Document(np.arange(1, 9))] * 4
     write_corpus(tmp_path / "tokens", {"train": documents, "val": documents}, source="task")
     files = TokenFiles.open(tmp_path / "tokens")
     with pytest.raises(ConfigError, match="has symbols of a generated corpus, which have no classes of tokens"):
         partitions(files, "val", *batch_of(files, "stream", 8))
+    monkeypatch.setattr(TokenFiles, "unit", "dimension")
+    with pytest.raises(ConfigError, match="has images, which have no classes of tokens; expected text"):
+        partitions(files, "val", *batch_of(files, "rows", 8))
