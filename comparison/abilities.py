@@ -28,8 +28,12 @@ def task_of(run: Run) -> Task | None:
     data = run.config.get("data", {})
     if data.get("dir") or data.get("mixture") or not isinstance(data.get("source"), str):
         return None
+    return _parse(data["source"])
+
+
+def _parse(source: str) -> Task | None:
     try:
-        return synthetic_tasks.parse(data["source"])
+        return synthetic_tasks.parse(source)
     except ConfigError:  # of another version
         return None
 
@@ -118,9 +122,10 @@ def _columns(tasks: Sequence[Task]) -> dict[tuple[str, tuple[tuple[str, Any], ..
 def _lengths(run: Run) -> list[dict[str, Any]]:
     """The entries of evaluate.py --length, if they are of the task that the run was trained on."""
     task, found = task_of(run), run.task_evaluation
-    if task is None or found is None or found["task"] != task.name():
+    if task is None or found is None:
         return []
-    return found["lengths"]
+    evaluated = _parse(f"{found['task']}:{found['settings']}")
+    return found["lengths"] if evaluated is not None and _key(evaluated) == _key(task) else []
 
 
 def against(runs: Sequence[Run], place: str, arm: Callable[[Run], str] | None = None) -> list[Figure]:

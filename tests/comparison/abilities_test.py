@@ -12,6 +12,7 @@ from comparison import abilities, compare
 from comparison.figures import read_figures, render, write_figures
 from comparison.page import page
 from comparison.runs import Run, load_run, name_runs
+from data.synthetic_tasks import parse
 from tests.comparison.page_test import payload
 from tests.comparison.run_folders import read_lines, set_fields, write_lines, write_run
 
@@ -24,14 +25,17 @@ def task_run(path: Path, source: str, accuracy: float, mode: str = "softmax", *,
     set_fields(path, {"data.source": source} | {f"model.modes.{mode}.{name}": value for name, value in options.items()})
     write_lines(path, [line | ({"accuracy": accuracy} if line["split"] == "val" else {}) for line in read_lines(path)])
     if lengths is not None:
-        def places(by: str, value: float) -> list[dict]:
+        task = parse(source)
+        assert task is not None
+
+        def places(value: float) -> list[dict]:
             return [{"first": 1, "last": 2, "tokens": 5, "accuracy": value, "loss": 1.0},
                     {"first": 3, "last": 4, "tokens": 5, "accuracy": value / 2, "loss": None}]
 
         (path / "evaluation-task.json").write_text(json.dumps({
-            "step": 100, "task": source.partition(":")[0], "settings": "", "trained_length": 32, "lengths": [
+            "step": 100, "task": task.name(), "settings": task.settings, "trained_length": 32, "lengths": [
                 {"length": length, "documents": 4, "tokens": 9, "accuracy": value, "loss": 1.0, "accuracy_last": value,
-                 "loss_last": None} | ({"distance": places("distance", value), "depth": places("depth", value)}
+                 "loss_last": None} | ({"distance": places(value), "depth": places(value)}
                                        if source.startswith("mqar") else {})
                 for length, value in lengths.items()]}))
     return path
@@ -122,6 +126,16 @@ def test_a_damaged_evaluation_is_left_out_with_a_warning(tmp_path):
     (path / "evaluation-task.json").write_text(json.dumps(entry))
     with pytest.warns(UserWarning, match="by length is left out: .*evaluation-task.json.*evaluate.py --length again"):
         assert load_run(path).task_evaluation is None
+
+
+def test_an_evaluation_on_another_task_is_not_drawn(tmp_path):
+    path = task_run(tmp_path / "run", "mqar:length=32,pairs=4", 0.5, lengths={32: 0.5, 64: 0.4})
+    entry = json.loads((path / "evaluation-task.json").read_text())
+    grid, *others = abilities.figures([load_run(path)])
+    assert (grid.values, len(others)) == (["mqar", "mqar at 64"], 3)
+    (path / "evaluation-task.json").write_text(json.dumps(entry | {"settings": "pairs=2"}))
+    grid, *others = abilities.figures([load_run(path)])
+    assert (grid.values, others) == (["mqar"], [])
 
 
 def test_an_unfinished_run_or_a_source_of_another_version_has_no_cell(tmp_path):
