@@ -56,10 +56,10 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 """Attention and options of its mode (of a hybrid, the last), by the name of the run."""
 
 LONGER = ("--length", "64,128,256,512")
-RECALLED = ("--length", "64,128,256", "--by", "depth")
+RECALLED = ("--length", "64,128,256", "--by", "distance")
 TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "Z2": ("words:group=Z2,length=64", 300, LONGER),
-    "Z3": ("words:group=Z3,length=64", 600, LONGER),
+    "Z3": ("words:group=Z3,length=64", 1000, LONGER),
     "S3": ("words:group=S3,letters=generators,length=64", 400, LONGER),
     "mqar": ("mqar:length=64,pairs=8,vocabulary=64", 500, RECALLED),
     "rebind": ("rebind:length=96,pairs=6,rebindings=6,queries=12,vocabulary=64", 400, ()),
@@ -68,7 +68,7 @@ TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "compositional": ("compositional:length=64,pairs=4,vocabulary=96", 500, ()),
     "depo": ("depo:hops=2,nodes=6,queries=8,length=48", 500, ()),
     "mano": ("mano:operations=2", 500, ()),
-    "S3_all": ("words:group=S3,length=64", 600, LONGER),
+    "S3_all": ("words:group=S3,length=64", 1000, LONGER),
 }
 """Source, steps and arguments of evaluate.py, by the name of the task. S3 has exchanges of two things as its letters,
 S3_all rotations too."""
