@@ -56,6 +56,7 @@ from data import synthetic_tasks, tokenizers
 from data.documents import BYTES
 from data.loader import Corpora, open_corpora
 from data.sources.images import ImageFormat
+from data.token_classes import check_text
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError, RunError
 from support.flags import checked_flags, flags_by_field
@@ -141,6 +142,8 @@ def evaluate(options: Options) -> None:
     if corpora.checksum != run.environment.get("corpus_checksum"):
         status(f"{corpora} is not the training corpus of {options.run}")
     evaluation.check_contexts(run.model, corpora, contexts, options.split)
+    for files in corpora.files if options.by_token_class else ():
+        check_text(files)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
     tokens = batches * train.batch_size * run.config.model.context

@@ -37,7 +37,7 @@ from data.parts import Part, PartName
 from data.sources import images, open_source
 from data.sources.source import EVERYTHING, Block, Selection, Source
 from support.command import note, run_command, status
-from support.errors import ConfigError
+from support.errors import ConfigError, DataError
 from support.files import cache_folder
 from support.flags import checked_flags, flags_by_field
 from support.progress import progress_bar
@@ -178,7 +178,12 @@ def ensure(data: DataConfig) -> Path:
     if not token_files.has_token_files(directory):
         with journal.lock(directory):
             if not token_files.has_token_files(directory):  # another process has not made it meanwhile
-                make(directory)
+                try:
+                    make(directory)
+                except (ConfigError, DataError) as error:
+                    if (similar := synthetic_tasks.similar_task(data.source)) is None or similar == data.source:
+                        raise
+                    raise type(error)(f"{error}; perhaps you meant the task {similar}") from error
     return directory
 
 

@@ -73,9 +73,7 @@ def partitions(files: TokenFiles, split: str, batch: Batch, positions_BT: Int[np
             at its position.
         DataError: the vocabulary on this machine is another one.
     """
-    if files.unit != "byte" or files.meta.get("tokenizer_fingerprint") is None:
-        what = "images" if files.unit != "byte" else "symbols of a generated corpus"
-        raise ConfigError(f"{files.directory} has {what}, which have no classes of tokens; expected text")
+    check_text(files)
     text_of = _texts_of(files)
     scored_BT = np.asarray(batch.targets_BT) >= 0
     found = [Partition(f"repeats of {n} tokens", ("first", *distance_names()), _repeats(batch, n)) for n in REPEATED]
@@ -96,6 +94,13 @@ def partitions(files: TokenFiles, split: str, batch: Batch, positions_BT: Int[np
     for partition in found:
         assert ((partition.class_BT >= 0) == scored_BT).all(), partition.name
     return found
+
+
+def check_text(files: TokenFiles) -> None:
+    """Raises :class:`ConfigError` unless the tokens are text."""
+    if files.unit != "byte" or files.meta.get("tokenizer_fingerprint") is None:
+        what = "images" if files.unit != "byte" else "symbols of a generated corpus"
+        raise ConfigError(f"{files.directory} has {what}, which have no classes of tokens; expected text")
 
 
 def distance_names() -> list[str]:

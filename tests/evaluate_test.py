@@ -369,5 +369,5 @@ def test_classes_of_tokens_add_up_to_the_loss(folder, capsys, tmp_path):
 
 
 def test_a_corpus_without_text_has_no_classes(recall, capsys):
-    assert run(recall, "--by-token-class") == 2
-    assert "symbols of a generated corpus, which have no classes of tokens; expected text" in capsys.readouterr().err
+    assert "symbols of a generated corpus, which have no classes of tokens; expected text" in refused(
+        capsys, 2, recall, "--by-token-class")

@@ -64,6 +64,11 @@ def parse(source: str) -> Task | None:
     return task
 
 
+def similar_task(source: str) -> str | None:
+    """The task that a source may mean whose name is none, such as ``mqr``."""
+    return next(iter(difflib.get_close_matches(source.partition(":")[0], TASKS, n=1, cutoff=0.75)), None)
+
+
 def _perhaps(name: str, known: Any) -> str:
     """The nearest known name, for a message."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -487,6 +487,15 @@ def test_other_sources_are_no_tasks():
         assert parse(source) is None
 
 
+def test_a_source_that_cannot_be_opened_names_the_task_of_a_similar_name(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((ConfigError, DataError), match=r"mqr.*; perhaps you meant the task mqar$"):
+        ensure(DataConfig(source="mqr"))
+    with pytest.raises((ConfigError, DataError)) as refused:
+        ensure(DataConfig(source="nothing-like-it"))
+    assert "the task" not in str(refused.value)
+
+
 def test_generated_corpora_are_whole_or_not_there(tmp_path):
     good, ids = Document(np.array([1, 2])), np.array([1, 2])
     for documents, message in (
