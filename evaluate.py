@@ -50,6 +50,7 @@ from typing import Any, Literal
 import jax
 import tyro
 
+from comparison.evaluation_tables import tables, task_tables
 from comparison.table import print_texts
 from configs.schema import DataConfig
 from data import synthetic_tasks, tokenizers
@@ -235,24 +236,6 @@ def task_of(run: LoadedRun, options: Options) -> synthetic_tasks.Task:
     return task
 
 
-def task_tables(entries: Sequence[dict[str, Any]], by: By | None) -> list[tuple[str, list[dict[str, str]]]]:
-    """Title and rows of each table; a row maps headings to cells."""
-    found = [("", [{"length": f"{entry['length']:,}", "documents": f"{entry['documents']:,}",
-                    "tokens": f"{entry['tokens']:,}", "accuracy": f"{entry['accuracy']:.4f}",
-                    "loss": loss_text(entry["loss"]), "accuracy at the last": f"{entry['accuracy_last']:.4f}",
-                    "loss at the last": loss_text(entry["loss_last"])} for entry in entries])]
-    heading = {"depth": "depth", "distance": "tokens since the answer", None: ""}[by]
-    unit = "%" if by == "depth" else ""
-    return found + [(f"by {by}, length {entry['length']:,}", [
-        {heading: f"{p['first']:,}" if p["first"] == p["last"] else f"{p['first']:,} to {p['last']:,}{unit}",
-         "tokens": f"{p['tokens']:,}", "accuracy": f"{p['accuracy']:.4f}", "loss": loss_text(p["loss"])}
-        for p in entry[by]]) for entry in entries if by is not None and by in entry]
-
-
-def loss_text(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.4f}"
-
-
 def print_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options) -> None:
     """Print the tables, and flush them."""
     print(printable(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context "
@@ -327,46 +310,6 @@ def data_config(run: LoadedRun, directory: Path, data: Data) -> DataConfig:
         raise ConfigError(f"{directory} holds published weights, without a corpus: give --data.dir, a folder of token "
                           "files, or --data.source")
     return run.config.data
-
-
-def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, str]]]]:
-    """Title and rows of each table; a row maps headings to cells."""
-    several = len({entry["corpus"] for entry in entries}) > 1
-    found: list[tuple[str, list[dict[str, str]]]] = [("", [])]
-    for entry in entries:
-        perplexity = entry["perplexity"]
-        found[0][1].append(
-            ({"corpus": entry["corpus"]} if several else {})
-            | {"context": f"{entry['context']:,}", "windows": f"{entry['windows']:,}",
-               "tokens": f"{entry['tokens']:,}", "loss": with_error(entry),
-               "perplexity": "–" if perplexity is None else f"{perplexity:,.3f}"}
-            | {heading: f"{entry[name]:.4f}" for name, heading in (
-                ("bits_per_byte", "bits per byte"), ("bits_per_dimension", "bits per dimension"),
-                ("accuracy", "accuracy")) if name in entry})
-    for entry in entries:
-        of = f"context {entry['context']:,}" + (f", {entry['corpus']}" if several else "")
-        found.append((f"by tokens of context seen, {of}", [
-            {"seen": f"{p['first']:,}" if p["first"] == p["last"] else f"{p['first']:,} to {p['last']:,}",
-             "tokens": f"{p['tokens']:,}", "loss": with_error(p)}
-            | ({"accuracy": f"{p['accuracy']:.4f}"} if "accuracy" in p else {}) for p in entry["positions"]]))
-        if entry["short_context"]:
-            found.append((f"gain over a short window, {of}", [
-                {"window": f"{s['least']:,} to {s['window']:,}", "tokens": f"{s['tokens']:,}",
-                 "loss in window": f"{s['loss_window']:.4f}", "loss in full": with_error(s),
-                 "gain": f"{s['gain']:.4f}"}
-                | ({"accuracy in window": f"{s['accuracy_window']:.4f}", "accuracy in full": f"{s['accuracy']:.4f}"}
-                   if "accuracy" in s else {}) for s in entry["short_context"]]))
-        for partition in entry.get("token_classes", ()):
-            found.append((f"{partition['partition']}, {of}", [
-                {"class": c["class"], "tokens": f"{c['tokens']:,}", "share": f"{c['share']:.2%}", "loss": with_error(c)}
-                for c in partition["classes"]]))
-    return found
-
-
-def with_error(figures: dict[str, Any]) -> str:
-    """A loss with its standard error, if known."""
-    error = figures["standard_error"]
-    return f"{figures['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def command(arguments: Sequence[str]) -> None:
