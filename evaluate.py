@@ -122,13 +122,13 @@ def evaluate(options: Options) -> None:
         ConfigError, NotImplementedError: usage; nothing was evaluated.
         RunError, CheckpointError, DataError, OSError: a file cannot be used.
     """
+    if options.batches is not None and options.batches < 1:
+        raise ConfigError(f"--batches is {options.batches}; expected at least 1")
     if options.length is not None or options.by is not None:
         evaluate_lengths(options)
         return
     contexts = lengths("--context", options.context) if options.context is not None else []
     windows = lengths("--windows", options.windows)
-    if options.batches is not None and options.batches < 1:
-        raise ConfigError(f"--batches is {options.batches}; expected at least 1")
     with warnings_as_notes():
         mesh = inference_mesh(options.devices)
         run = load_model(options.run, options.step, mesh)
@@ -177,13 +177,11 @@ def evaluate_lengths(options: Options) -> None:
 
     Raises: as :func:`evaluate`.
     """
-    for name in ("context", "split", "by_token_class"):
+    for name in ("context", "windows", "split", "by_token_class"):
         if getattr(options, name) != getattr(Options, name):
             other = "--length" if options.length is not None else "--by"
             raise ConfigError(f"--{name.replace('_', '-')} and {other} are mutually exclusive")
     at = None if options.length is None else lengths("--length", options.length)
-    if options.batches is not None and options.batches < 1:
-        raise ConfigError(f"--batches is {options.batches}; expected at least 1")
     if options.data.dir is not None:
         raise ConfigError("--data.dir holds token files; name a task with --data.source, such as mqar:length=64")
     with warnings_as_notes():
@@ -211,8 +209,8 @@ def evaluate_lengths(options: Options) -> None:
         print(end="", flush=True)
     finally:
         try:
-            write(path, {"step": run.step, "task": task.name(), "settings": task.settings, "trained_length": trained,
-                         "attention": list(run.config.model.attention), "lengths": found})
+            write(path, {"step": run.step, "task": task.name(), "settings": task.settings, "lengths": found,
+                         **provenance(run)})
         except OSError as error:
             raise RunError(f"the printed results are not in {path}: the folder cannot be written "
                            f"({error.strerror or error})") from error
@@ -256,23 +254,27 @@ def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.E
     Raises:
         RunError: they cannot be written.
     """
-    made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
-                            checksum=corpora.checksum, segments=run.config.data.packing == "documents")
     try:
         if options.split == "val":
             write_window_losses(options.run, [one.windows for one in found])
         write(path, {
             "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
             "context": run.config.model.context, "packing": run.config.data.packing,
-            "tokenizer": corpora.tokenizer,
-            **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
-                                                  "dtype")},
+            "tokenizer": corpora.tokenizer, "corpus_checksum": corpora.checksum,
+            **provenance(run),
             **({"window_losses": WINDOW_LOSSES} if options.split == "val" else {}),
             "evaluations": [one.figures for one in found]})
     except OSError as error:
         raise RunError(f"the printed results are not in {path}: the folder cannot be written "
                        f"({error.strerror or error}); free disk space, or evaluate a copy of the run in a folder that "
                        "can be written") from error
+
+
+def provenance(run: LoadedRun) -> dict[str, Any]:
+    """What an evaluation was made with, for its file."""
+    made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)), checksum="",
+                            segments=run.config.data.packing == "documents")
+    return {name: made_with[name] for name in ("versions", "commit", "devices", "command", "dtype")}
 
 
 def _images(image: dict[str, Any] | None) -> str:

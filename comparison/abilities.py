@@ -1,5 +1,6 @@
 """What runs can do besides their loss: accuracy by synthetic task, by its length, and by where the answer stood."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ def task_of(run: Run) -> Task | None:
     return _parse(data["source"])
 
 
+@functools.cache
 def _parse(source: str) -> Task | None:
     try:
         return synthetic_tasks.parse(source)
@@ -120,9 +122,9 @@ def _columns(tasks: Sequence[Task]) -> dict[tuple[str, tuple[tuple[str, Any], ..
 
 
 def _lengths(run: Run) -> list[dict[str, Any]]:
-    """The entries of evaluate.py --length, if they are of the task that the run was trained on."""
+    """The entries of evaluate.py --length, if they are of the task that the run was trained on, and of its end."""
     task, found = task_of(run), run.task_evaluation
-    if task is None or found is None:
+    if task is None or found is None or found.get("step") != run.final("step"):
         return []
     evaluated = _parse(f"{found['task']}:{found['settings']}")
     return found["lengths"] if evaluated is not None and _key(evaluated) == _key(task) else []
@@ -137,24 +139,22 @@ def against(runs: Sequence[Run], place: str, arm: Callable[[Run], str] | None = 
         place: a key of ``PLACES``.
         arm: as in :func:`figures`.
     """
-    columns, found = _columns([task for run in runs if (task := task_of(run)) is not None]), []
-    for key, name in columns.items():
-        at, values = [], {}
-        for run in runs:
-            task = task_of(run)
-            if task is None or _key(task) != key or not run.is_finished:
-                continue
-            trained = next((each for each in _lengths(run) if each["length"] == task.length), {})
+    with_task = [(run, task) for run in runs if run.is_finished and (task := task_of(run)) is not None]
+    columns, found = _columns([task for _, task in with_task]), []
+    for key, of_task in group_by(with_task, lambda pair: _key(pair[1])).items():
+        values: dict[str, int] = {}
+        entries = []
+        for run, task in of_task:
+            trained = next((entry for entry in _lengths(run) if entry["length"] == task.length), {})
             for entry in _lengths(run) if place == "length" else trained.get(place, []):
-                value = entry["length"] if place == "length" else entry["last"]
-                if place == "length" or entry["tokens"]:
-                    at.append(_at(run, f"{run.name} at {place} {value}", entry))
-                    values[at[-1].name] = value
+                value = entry["length" if place == "length" else "last"]
+                entries.append(_at(run, f"{run.name} at {place} {value}", entry))
+                values[entries[-1].name] = value
         if len(set(values.values())) > 1:
             figure = accuracy_against(
-                at, "data.source", of=lambda run, values=values: values[run.name], called=place, arm=arm,
-                best_over=None, log=place != "depth", title=f"Accuracy on {name} against {PLACES[place]}")
-            found.append(replace(figure, name=f"{figure.name}-{name.replace(' ', '-')}",
+                entries, "data.source", of=lambda run, values=values: values[run.name], called=place, arm=arm,
+                log=place != "depth", title=f"Accuracy on {columns[key]} against {PLACES[place]}")
+            found.append(replace(figure, name=f"{figure.name}-{columns[key].replace(' ', '-')}",
                                  x=replace(figure.x, title=PLACES[place])))
     return found
 

@@ -34,7 +34,7 @@ from comparison.runs import (
 from comparison.statistics import mean_interval
 from comparison.style import DASHES, colour, dashes
 from comparison.verdict import verdict
-from comparison.wording import few, interval_text, listed, number_text
+from comparison.wording import few, interval_text, listed, number_text, significance
 from support import json_files
 from support.errors import ConfigError
 from support.files import replacing
@@ -526,12 +526,10 @@ def _without(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
 
 def _difference(pair: PairedDifference, baseline: str, label: str, place: _SetUp) -> tuple[Point, tuple[str, ...]]:
     interval = pair.interval()
-    verdict = "" if interval is None else "not significant" if not pair.is_shown() else (
-        "higher" if pair.mean > 0 else "lower")
     names = tuple(run.name for run in place.runs if run.seed in pair.seeds)
     return Point(label, pair.mean, interval, names), (
         label, baseline, str(len(pair.seeds)), "–" if pair.windows is None else f"{pair.windows:,}",
-        number_text(pair.mean), _interval_cell(interval, pair.by_seed), verdict)
+        number_text(pair.mean), _interval_cell(interval, pair.by_seed), significance(pair.mean, interval))
 
 
 def short_name(field: str) -> str:

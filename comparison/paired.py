@@ -70,7 +70,7 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
     Returns:
         None if the two have no common seed, read different tokens, or have no loss to pair.
     """
-    a_runs, b_runs = _by_seed(a), _by_seed(b)
+    a_runs, b_runs = by_seed_of(a), by_seed_of(b)
     seeds = tuple(seed for seed in a_runs if seed in b_runs)
     pairs = [(a_runs[seed], b_runs[seed]) for seed in seeds]
     missing = tuple(seed for seed in b_runs if seed not in a_runs), tuple(seed for seed in a_runs if seed not in b_runs)
@@ -100,7 +100,8 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
     return PairedDifference(seeds, a_runs, b_runs, windows, missing, steps)
 
 
-def _by_seed(runs: Sequence[Run]) -> dict[Any, Run]:
+def by_seed_of(runs: Sequence[Run]) -> dict[Any, Run]:
+    """The first run of each seed."""
     return {seed: alike[0] for seed, alike in group_by(runs, lambda run: run.seed).items()}
 
 

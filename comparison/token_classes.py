@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from comparison.figures import Axis, Figure, Line, Point
-from comparison.runs import Run, Setup, group_by
+from comparison.paired import by_seed_of
+from comparison.runs import Run, Setup
 from comparison.statistics import mean_interval
-from comparison.wording import interval_text, number_text
+from comparison.wording import interval_text, number_text, significance
 from training.window_losses import ClassLosses
 
 NORMAL = 1.959963984540054
@@ -28,7 +29,7 @@ def figures(setups: Sequence[Setup]) -> list[Figure]:
     found: dict[str, list[tuple[Line, list[tuple[str, ...]]]]] = {}
     for other in others:
         for key in sorted(keys & _keys(other.runs)):
-            a, b = _by_seed(base.runs), _by_seed(other.runs)
+            a, b = by_seed_of(base.runs), by_seed_of(other.runs)
             pairs = [(a[seed], b[seed]) for seed in a if seed in b]
             if not pairs:
                 continue
@@ -49,10 +50,6 @@ def _keys(runs: Sequence[Run]) -> set[tuple[str, int, str]]:
     return set.intersection(*({key for key, windows in run.window_losses.items() if windows.classes} for run in runs))
 
 
-def _by_seed(runs: Sequence[Run]) -> dict[object, Run]:
-    return {seed: alike[0] for seed, alike in group_by(runs, lambda run: run.seed).items()}
-
-
 def _of(run: Run, key: tuple[str, int, str], name: str) -> ClassLosses:
     return run.window_losses[key].classes[name]
 
@@ -70,11 +67,10 @@ def _differences(pairs: Sequence[tuple[ClassLosses, ClassLosses]], classes: Sequ
         if interval is None:
             interval = _over_windows(pairs[0][1].loss_NK[:, k] - pairs[0][0].loss_NK[:, k], tokens_N)
         points.append(Point(name, mean, interval, names))
-        verdict = "" if interval is None else "not significant" if interval[0] <= 0 <= interval[1] else (
-            "higher" if mean > 0 else "lower")
         loss = float(np.mean([a.loss_NK[:, k].sum() / total for a, _ in pairs]))
-        rows.append((other.label, name, f"{total / pairs[0][0].tokens_NK.sum():.2%}", number_text(loss),
-                     number_text(mean), "–" if interval is None else interval_text(interval), verdict))
+        rows.append((
+            other.label, name, f"{total / pairs[0][0].tokens_NK.sum():.2%}", number_text(loss), number_text(mean),
+            "–" if interval is None else interval_text(interval), significance(mean, interval)))
     return Line(other.label, other.attention, tuple(points)), rows
 
 

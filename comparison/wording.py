@@ -57,6 +57,13 @@ def interval_text(interval: tuple[float, float]) -> str:
     return " to ".join(number_text(value) for value in interval)
 
 
+def significance(mean: float, interval: tuple[float, float] | None) -> str:
+    """What the interval of a difference shows: ``higher``, ``lower`` or ``not significant``; empty without one."""
+    if interval is None:
+        return ""
+    return "not significant" if interval[0] <= 0 <= interval[1] else "higher" if mean > 0 else "lower"
+
+
 def number_text(value: float) -> str:
     """``−0.1767``."""
     return f"{round(value, 4) + 0.0:.4f}".replace("-", "−")  # no −0.0000

@@ -181,7 +181,7 @@ def ensure(data: DataConfig) -> Path:
                 try:
                     make(directory)
                 except (ConfigError, DataError) as error:
-                    if (similar := synthetic_tasks.similar_task(data.source)) is None or similar == data.source:
+                    if task is not None or (similar := synthetic_tasks.similar_task(data.source)) is None:
                         raise
                     raise type(error)(f"{error}; perhaps you meant the task {similar}") from error
     return directory

@@ -69,8 +69,7 @@ def partitions(files: TokenFiles, split: str, batch: Batch, positions_BT: Int[np
         positions_BT: the position in the split of each target.
 
     Raises:
-        ConfigError: tokens are no text, but pixels or the symbols of a generated corpus, or a target is not the token
-            at its position.
+        ConfigError: tokens are no text, but pixels or the symbols of a generated corpus.
         DataError: the vocabulary on this machine is another one.
     """
     check_text(files)

@@ -1,4 +1,4 @@
-"""What can each attention do: track a state, recall, copy, memorise, reason?
+"""What can each attention do: track a state, recall, copy, reason?
 
     python sweep.py studies/abilities.py --out runs/abilities --quick
     python sweep.py studies/abilities.py --out runs/abilities
@@ -12,9 +12,10 @@ their option, but for reformer and synthesizer, which take none. State tracking 
 512, recall up to 256.
 
 abilities_rates.json has the best rate of each arm and task; ``python -m studies.abilities OUT`` writes it from the runs
-with one seed. Runs with the other seeds are planned for the arms and tasks in it, in a folder of their own or after
-study.json is removed. The quick form has ``gated_delta`` with writes up to 2 against softmax, tasks of every family,
-one rate and one seed. ``--rows`` takes modes in place of the study's arms, with three rates and one seed.
+with one seed, and the runs with the other seeds are those of its arms and tasks. The list of runs has grown then:
+remove OUT/study.json before OUT is used again. The quick form has ``gated_delta`` with writes up to 2 against softmax,
+tasks of every family, one rate and one seed. ``--rows`` takes modes in place of the study's arms, with three rates and
+one seed; with ``--quick`` against softmax.
 """
 
 import json
@@ -85,11 +86,10 @@ RATES: dict[str, dict[str, float]] = json.loads(RATES_FILE.read_text())
 
 
 def get_runs(quick: bool, rows: Sequence[str] | None = None) -> list[Variation]:
-    arms = ARMS if rows is None else {mode: next((arm for arm in ARMS.values() if arm[0] == mode), (mode, {}))
-                                      for mode in rows}
+    arms = ARMS if rows is None else {mode: ARMS.get(mode, (mode, {})) for mode in rows}
     if quick:
-        return [_run(task, arm, arms[arm], GRID[0], 0) for task in QUICK_TASKS
-                for arm in (QUICK if rows is None else ("softmax", *rows)) if arm in arms]
+        compared = QUICK if rows is None else tuple(dict.fromkeys(("softmax", *rows)))
+        return [_run(task, arm, (ARMS | arms)[arm], GRID[0], 0) for task in QUICK_TASKS for arm in compared]
     names = list(arms)
     tried = [_run(task, arm, arms[arm], rate, 0) for part in (names[:MAIN], names[MAIN:]) for rate in GRID
              for task in TASKS for arm in part]

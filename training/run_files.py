@@ -113,7 +113,6 @@ class TaskEvaluation(TypedDict):
     step: NotRequired[Natural | None]
     task: str
     settings: str
-    trained_length: Count | None
     lengths: list[AtLength]
 
 

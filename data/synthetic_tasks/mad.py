@@ -1,9 +1,8 @@
 """The tasks of MAD at its base settings, under its names.
 
-Poli et al., "Mechanistic Design and Scaling of Hybrid Architectures", arXiv 2403.17844. Two things differ for all: only
-the scored tokens are trained on, where MAD trains the recall tasks on every token, and the input has a filler in place
-of an answer that MAD would not show either. Compression is missing: its decoder reads one token's output and names all
-tokens before it, which is another model than a language model.
+Poli et al., "Mechanistic Design and Scaling of Hybrid Architectures", arXiv 2403.17844. MAD trains the recall tasks on
+every token; here only the scored tokens have a loss. Compression is missing: its decoder reads one token's output and
+predicts all tokens before it, which a language model does not do.
 """
 
 import functools
@@ -54,7 +53,7 @@ class InContextRecall(Task):
         values: dict[tuple[int, ...], tuple[list[int], int]] = {}  # and where they came first
         ids, scored, answers = list[int](), list[int](), list[int]()
 
-        def say(key: tuple[int, ...]) -> None:
+        def add_pair(key: tuple[int, ...]) -> None:
             ids.extend(key)
             if key in values:
                 value, place = values[key]
@@ -69,8 +68,8 @@ class InContextRecall(Task):
             if values and random.integers(100) < self.noise:
                 ids.extend((self.vocabulary + random.integers(0, self.noise_vocabulary, 2)).tolist())
             else:
-                say(tuple(_distinct(random, half, self.key_tokens)))
-        say(list(values)[int(random.integers(len(values)))])  # at least one is asked for
+                add_pair(tuple(_distinct(random, half, self.key_tokens)))
+        add_pair(list(values)[int(random.integers(len(values)))])  # at least one is asked for
         ids_L = np.full(self.length, FILLER)
         ids_L[self.length - len(ids) :] = SYMBOLS[ids]  # padding comes first
         padding = self.length - len(ids)

@@ -54,10 +54,10 @@ class Recall(Task):
 
     def document(self, random: np.random.Generator) -> Document:
         keys_PK, values_PU = self.pairs_of(random)
-        ids_L, places_PU = self.said(random, keys_PK, values_PU)
-        at = self.places(random, self.query_count)
+        ids_L, places_PU = self.with_pairs(random, keys_PK, values_PU)
+        at = self.query_places(random, self.query_count)
         asked = random.integers(0, self.pairs, self.query_count)
-        return self.asked(ids_L, at, keys_PK[asked], values_PU[asked], places_PU[asked])
+        return self.with_queries(ids_L, at, keys_PK[asked], values_PU[asked], places_PU[asked])
 
     def pairs_of(self, random: np.random.Generator) -> tuple[Int[np.ndarray, "P K"], Int[np.ndarray, "P U"]]:
         """Keys of K tokens, all different, and values of U tokens."""
@@ -72,7 +72,7 @@ class Recall(Task):
     def query_count(self) -> int:
         return self.queries or 3 * self.pairs
 
-    def said(self, random: np.random.Generator, keys_PK: np.ndarray, values_PU: np.ndarray,
+    def with_pairs(self, random: np.random.Generator, keys_PK: np.ndarray, values_PU: np.ndarray,
              ) -> tuple[Int[np.ndarray, " L"], Int[np.ndarray, "P U"]]:
         """A document that begins with the pairs, and where their values are in it; the rest is filler or noise."""
         pairs, K = np.concatenate([keys_PK, values_PU], axis=1), keys_PK.shape[1]
@@ -86,7 +86,7 @@ class Recall(Task):
         ids_L[places] = pairs
         return ids_L, places[:, K:]
 
-    def places(self, random: np.random.Generator, count: int) -> Int[np.ndarray, " count"]:
+    def query_places(self, random: np.random.Generator, count: int) -> Int[np.ndarray, " count"]:
         """Random places after the pairs for ``count`` keys with their values, without overlap, ascending."""
         first, tokens = self.pairs * self.pair_tokens + self.noise, self.pair_tokens
         if self.gaps == "power":
@@ -97,7 +97,7 @@ class Recall(Task):
         items = self.length - first - count * (tokens - 1)
         return first + np.sort(random.permutation(items)[:count]) + np.arange(count) * (tokens - 1)
 
-    def asked(self, ids_L: np.ndarray, at_Q: np.ndarray, keys_QK: np.ndarray, values_QU: np.ndarray,
+    def with_queries(self, ids_L: np.ndarray, at_Q: np.ndarray, keys_QK: np.ndarray, values_QU: np.ndarray,
               answers_QU: np.ndarray) -> Document:
         """The document with queries at these places."""
         places = at_Q[:, None] + np.arange(self.pair_tokens)
@@ -188,9 +188,9 @@ class Rebind(Mqar):
     def document(self, random: np.random.Generator) -> Document:
         keys_PK, values_PU = self.numbers(random)
         half = self.vocabulary // 2
-        ids_L, latest_PU = self.said(random, SYMBOLS[keys_PK], SYMBOLS[half + values_PU])
+        ids_L, latest_PU = self.with_pairs(random, SYMBOLS[keys_PK], SYMBOLS[half + values_PU])
         count = self.query_count + self.rebindings
-        at_Q = self.places(random, count)
+        at_Q = self.query_places(random, count)
         rebinds_Q = np.zeros(count, bool)
         rebinds_Q[random.permutation(count)[: self.rebindings]] = True
         values_QU, answers_QU, asked = [], [], []
@@ -206,7 +206,8 @@ class Rebind(Mqar):
             answers_QU)
         bound = at_Q[rebinds_Q, None] + np.arange(self.pair_tokens)
         ids_L[bound] = np.concatenate([keys_QK[rebinds_Q], values_QU[rebinds_Q]], axis=1)
-        return self.asked(ids_L, at_Q[~rebinds_Q], keys_QK[~rebinds_Q], values_QU[~rebinds_Q], answers_QU[~rebinds_Q])
+        asks_Q = ~rebinds_Q
+        return self.with_queries(ids_L, at_Q[asks_Q], keys_QK[asks_Q], values_QU[asks_Q], answers_QU[asks_Q])
 
 
 @dataclass(frozen=True)

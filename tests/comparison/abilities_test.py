@@ -33,7 +33,7 @@ def task_run(path: Path, source: str, accuracy: float, mode: str = "softmax", *,
                     {"first": 3, "last": 4, "tokens": 5, "accuracy": value / 2, "loss": None}]
 
         (path / "evaluation-task.json").write_text(json.dumps({
-            "step": 100, "task": task.name(), "settings": task.settings, "trained_length": 32, "lengths": [
+            "step": 100, "task": task.name(), "settings": task.settings, "lengths": [
                 {"length": length, "documents": 4, "tokens": 9, "accuracy": value, "loss": 1.0, "accuracy_last": value,
                  "loss_last": None} | ({"distance": places(value), "depth": places(value)}
                                        if source.startswith("mqar") else {})
@@ -133,9 +133,10 @@ def test_an_evaluation_on_another_task_is_not_drawn(tmp_path):
     entry = json.loads((path / "evaluation-task.json").read_text())
     grid, *others = abilities.figures([load_run(path)])
     assert (grid.values, len(others)) == (["mqar", "mqar at 64"], 3)
-    (path / "evaluation-task.json").write_text(json.dumps(entry | {"settings": "pairs=2"}))
-    grid, *others = abilities.figures([load_run(path)])
-    assert (grid.values, others) == (["mqar"], [])
+    for other in ({"settings": "pairs=2"}, {"task": "copy", "settings": ""}, {"step": 50}):  # 50: not the run's end
+        (path / "evaluation-task.json").write_text(json.dumps(entry | other))
+        grid, *others = abilities.figures([load_run(path)])
+        assert (grid.values, others) == (["mqar"], [])
 
 
 def test_an_unfinished_run_or_a_source_of_another_version_has_no_cell(tmp_path):

@@ -496,6 +496,15 @@ def test_a_source_that_cannot_be_opened_names_the_task_of_a_similar_name(monkeyp
     assert "the task" not in str(refused.value)
 
 
+def test_a_task_that_cannot_be_written_names_no_other(monkeypatch):
+    def full(*_):
+        raise DataError("no space")
+
+    monkeypatch.setattr(Mqar, "write", full)
+    with pytest.raises(DataError, match=r"^no space$"):
+        ensure(DataConfig(source="mqar:length=64,pairs=8,seed=12345"))
+
+
 def test_generated_corpora_are_whole_or_not_there(tmp_path):
     good, ids = Document(np.array([1, 2])), np.array([1, 2])
     for documents, message in (
