@@ -214,6 +214,31 @@ def test_prose_has_words_in_place_of_code(tmp_path):
     assert found[-1].classes == PROSE
 
 
+def test_a_bracket_may_have_been_opened_before_the_window(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"(abcdefghijklmnopqrstuvwxyz) (a) ]" * 40)
+    prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / "tokens", progress=False)
+    files = TokenFiles.open(tmp_path / "tokens")
+    batch, positions_BT = batch_of(files, "stream", 16)
+    ids, seen = files.read("val", 0, files.tokens("val")).tolist(), set()
+    (found,) = (one for one in partitions(files, "val", batch, positions_BT) if one.name == "closing brackets")
+    for positions, classes in zip(positions_BT.tolist(), found.class_BT.tolist(), strict=True):
+        for position, number in zip(positions, classes, strict=True):
+            stack = [i for i in range(position) if ids[i] == ord("(") and ord(")") not in ids[i:position]]
+            expected = "no closing bracket"
+            if ids[position] == ord("]"):
+                expected = "unmatched"
+            elif ids[position] == ord(")"):
+                if not stack:
+                    expected = "unmatched"
+                elif stack[-1] < positions[0] - 1:
+                    expected = "opened before the window"
+                else:
+                    expected = distance_names()[int(np.searchsorted(DISTANCES, position - stack[-1]))]
+            assert found.classes[number] == expected
+            seen.add(expected)
+    assert {"opened before the window", "1 to 4 tokens before", "unmatched"} <= seen
+
+
 def test_symbols_of_a_task_and_pixels_have_no_classes(tmp_path, monkeypatch):
     documents = [Document(np.arange(1, 9))] * 4
     write_corpus(tmp_path / "tokens", {"train": documents, "val": documents}, source="task")
