@@ -48,7 +48,7 @@ class Options:
     rows: str | None = None
     """Attention modes in place of the study's own, with commas between, if the study supports it."""
     parallel: int = 1
-    """Number of runs at once, one device each."""
+    """Number of runs at once, each with its own GPU or its share of a CPU's cores."""
     dry_run: bool = False
     """List the runs with their time, memory and disk space, without running them."""
     measure: bool = False
@@ -128,7 +128,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     """Run the runs, draw the figures and report failures; returns the exit code."""
     environment = processes.child_environment()
     mine = chosen(runs, options.index)
-    places = processes.devices(options.parallel, mine, environment)
+    places = processes.places(options.parallel, mine, environment)
     known = estimates.Estimates(runs)
     estimates.check_disk(known, mine, options.out, keep_all=options.keep_all, parallel=options.parallel)
     for line in (*study.notes(options.quick), *known.problems):

@@ -15,7 +15,7 @@ from training.run_folder import SWEEP_RECORD
 
 
 def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:
-    """Checks that a folder is new, or belongs to this version of the study. Writes nothing.
+    """Checks that a folder is new, or belongs to this version of the study or to one with fewer runs. Writes nothing.
 
     Raises:
         ConfigError: it belongs to another study or to another version of this one, or a run's folder holds another
@@ -36,12 +36,12 @@ def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: boo
     if before is not None:
         now = {run.name: run.hash for run in runs}
         other = f"out {out} belongs to another version of {study.path}"
-        for name in [*before.runs, *now]:
-            if name not in now or name not in before.runs:
-                raise ConfigError(f"{other}, which has {'no' if name in now else 'a'} run {name}; choose another out")
-            if before.runs[name] != now[name]:
+        for name, hash_before in before.runs.items():
+            if name not in now:
+                raise ConfigError(f"{other}, which has a run {name}; choose another out")
+            if now[name] != hash_before:
                 raise ConfigError(f"{other}, whose run {name} has another config; choose another out")
-        if list(before.runs) != list(now):
+        if [name for name in now if name in before.runs] != list(before.runs):
             raise ConfigError(f"{other}, with another order of runs; choose another out")
 
 
@@ -82,8 +82,9 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
         if not (run.folder / SWEEP_RECORD).exists():
             run.folder.mkdir(exist_ok=True)
             _write(run, finished=False, keep_all=False)
-    if not (out / RECORD).exists():
-        write(out / RECORD, StudyRecord(study.path, quick, {run.name: run.hash for run in runs}).to_dict())
+    record = StudyRecord(study.path, quick, {run.name: run.hash for run in runs})
+    if not (out / RECORD).exists() or read_study(out) != record:  # of fewer runs
+        write(out / RECORD, record.to_dict())
 
 
 def is_finished(run: PlannedRun) -> bool:

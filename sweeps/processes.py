@@ -1,12 +1,12 @@
 """Runs the runs of a study, each in its own process, and shows their progress."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from sweeps.folder import finish, is_finished, last_lines
 from sweeps.plan import EVALUATE, PlannedRun
 from training.run_folder import OUTPUT, in_training
 
+CAN_PIN = hasattr(os, "sched_setaffinity")
+"""Whether the system can restrict a process to some cores: Linux."""
 POLL_SECONDS = 0.1
 REDRAW_SECONDS = 1.0
 LOCK = ".sweep.lock"
@@ -62,10 +64,20 @@ class Progress:
         return max(sum(needed) / parallel, max(needed, default=0.0))
 
 
+@dataclass(frozen=True)
+class Place:
+    """What one of the parallel runs may use; by default everything."""
+
+    device: str | None = None
+    """A GPU, as in ``CUDA_VISIBLE_DEVICES``."""
+    cores: tuple[int, ...] = ()
+    """Cores of the CPU; empty: all. Runs whose threads wait for each other's cores are slower by a tenth."""
+
+
 @dataclass
 class Active:
     run: PlannedRun
-    device: str | None
+    place: Place
     process: subprocess.Popen[bytes] | None = None
     """None before it starts, while a process of an earlier sweep trains in its folder."""
     began: float = field(default_factory=time.monotonic)
@@ -83,26 +95,26 @@ def child_environment() -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": path}
 
 
-def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str, str]) -> list[str | None]:
-    """The device of each parallel run; None: all devices.
+def places(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str, str]) -> list[Place]:
+    """The place of each parallel run.
 
     Raises:
         ConfigError: the machine has fewer devices, or runs bounded by minutes would share its cores.
     """
     if parallel == 1:
-        return [None]
+        return [Place()]
     asked = subprocess.run([sys.executable, "-c", "import jax; print(jax.default_backend(), jax.local_device_count())"],
                            env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if asked.returncode:
         message = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
         raise ConfigError(f"parallel is {parallel}: jax finds no devices: {message[-1]}")
     platform, count = asked.stdout.split()
-    return devices_of(platform, int(count), parallel, runs, environment)
+    return places_on(platform, int(count), parallel, runs, environment)
 
 
-def devices_of(platform: str, count: int, parallel: int, runs: Sequence[PlannedRun],
-               environment: Mapping[str, str]) -> list[str | None]:
-    """:func:`devices` for a machine with ``count`` devices of a platform."""
+def places_on(platform: str, count: int, parallel: int, runs: Sequence[PlannedRun],
+              environment: Mapping[str, str]) -> list[Place]:
+    """:func:`places` for a machine with ``count`` devices of a platform."""
     if platform == "cpu":
         for run in runs:
             if run.config is not None and run.config.train.minutes is not None and not is_finished(run):
@@ -110,20 +122,20 @@ def devices_of(platform: str, count: int, parallel: int, runs: Sequence[PlannedR
                     f"parallel is {parallel}: {run.name} trains for {run.config.train.minutes:g} minutes, in which "
                     "runs that share the cores of a CPU take fewer steps; leave out parallel, or set train.steps, with "
                     "train.minutes None")
-        if parallel > (cores := len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
-                       os.cpu_count() or 1):
-            raise ConfigError(f"parallel is {parallel}; expected at most {cores}, the number of cores")
-        return [None] * parallel
+        cores = sorted(os.sched_getaffinity(0)) if CAN_PIN else range(os.cpu_count() or 1)
+        if parallel > len(cores):
+            raise ConfigError(f"parallel is {parallel}; expected at most {len(cores)}, the number of cores")
+        return [Place(cores=tuple(cores[first::parallel]) if CAN_PIN else ()) for first in range(parallel)]
     if platform != "gpu":
         raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
                           "the runs with index or commands")
     if parallel > count:
         raise ConfigError(f"parallel is {parallel}; expected at most {count}, the number of devices")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return list((visible.split(",") if visible else [str(number) for number in range(count)])[:parallel])
+    return [Place(device) for device in (visible.split(",") if visible else map(str, range(count)))][:parallel]
 
 
-def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[str | None],
+def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[Place],
             environment: Mapping[str, str], *, keep_all: bool) -> Progress:
     """Run the unfinished runs in order, one per place at a time.
 
@@ -132,7 +144,7 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
     Args:
         runs: the runs of the study, with folders created.
         estimates: for the remaining time; updated with finished runs.
-        places: the device of each parallel run; see :func:`devices`.
+        places: the place of each parallel run; see :func:`places`.
         environment: environment of the processes.
         keep_all: keep all checkpoints of finished runs.
     """
@@ -159,7 +171,7 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
                 message = _look_at(one, environment, progress, stopped=bool(received), keep_all=keep_all)
                 if message is not None:
                     active.remove(one)
-                    free.append(one.device)
+                    free.append(one.place)
                     display.report(one.run, message, active)
             display.update(active)
             if active:
@@ -168,7 +180,7 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
     return progress
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stopped_on_error(active: Sequence[Active]) -> Iterator[None]:
     """Stops all runs on an error, such as a full disk."""
     try:
@@ -202,8 +214,8 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
         if is_finished(one.run):  # by another sweep, while this one waited
             progress.finished.append(one.run)
             return "finished by another process"
-        if one.device is not None:
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
+        if one.place.device is not None:
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": one.place.device}
         with (one.run.folder / OUTPUT).open("ab") as output:
             one.output_start = output.tell()
             # A separate process group keeps Ctrl-C in the terminal from reaching the run: a second signal would end it
@@ -211,6 +223,9 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
             one.process = subprocess.Popen(
                 [sys.executable, *one.run.commands[one.command]], env=environment, process_group=0, pass_fds=(lock,),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        if one.place.cores:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(one.process.pid, one.place.cores)
         if one.command == 0:
             one.began = time.monotonic()
     return None
@@ -257,7 +272,7 @@ def failures(progress: Progress) -> list[str]:
     return lines
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
     """Collects the signals that stop the sweep in a list."""
     received: list[int] = []
@@ -270,7 +285,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _display(progress: Progress, parallel: int) -> "Iterator[Lines | LiveTable]":
     """A live table on a terminal; otherwise a line when a run starts or ends."""
     output = output_stream()

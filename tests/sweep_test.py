@@ -276,6 +276,19 @@ def test_the_folder_of_another_version_of_the_study_is_refused(made: SweptStudy,
         assert path.read_bytes() == contents
 
 
+def test_a_study_may_get_more_runs(made: SweptStudy, capsys):
+    made.change("(1e-3, 1e-2)", "(1e-2,)")
+    assert made.sweep() == 0
+    assert made.begun() == RUNS[2:]
+    made.change("(1e-2,)", "(1e-3, 1e-2)")
+    assert made.sweep() == 0
+    assert made.begun() == RUNS[:2]
+    assert list(json.loads((made.out / "study.json").read_text())["runs"]) == [
+        {"name": run.name, "hash": run.hash} for run in plan.plan(load_study(made.path), made.out, quick=False)]
+    made.change("(1e-3, 1e-2)", "(1e-2,)")
+    assert f"which has a run {RUNS[0]}" in made.refused(capsys)
+
+
 def test_the_folder_of_another_study_or_form_is_refused(made: SweptStudy, capsys):
     assert made.sweep() == 0
     assert "without quick" in made.refused(capsys, "--quick")
@@ -429,8 +442,11 @@ def test_measure_times_a_step_of_each_program(made: SweptStudy, capsys):
 
 def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
+    cores = {}
+    monkeypatch.setattr(processes.os, "sched_setaffinity", lambda process, chosen: cores.setdefault(process, chosen))
     assert made.sweep("--parallel", 2) == 0
     assert sorted(made.begun()) == sorted(RUNS)
+    assert set(cores.values()) == {(0,), (1,)}
     made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.minutes": 1.0}')
     made.out = made.folder / "by_minutes"
     assert "share the cores of a CPU" in made.refused(capsys, "--parallel", 2)
@@ -438,12 +454,13 @@ def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
 
 def test_on_gpus_each_run_has_its_own(made: SweptStudy, monkeypatch):
     with pytest.raises(processes.ConfigError, match="expected at most 2"):
-        processes.devices_of("gpu", 2, 3, [], {})
-    assert processes.devices_of("gpu", 4, 2, [], {}) == ["0", "1"]
-    assert processes.devices_of("gpu", 2, 2, [], {"CUDA_VISIBLE_DEVICES": "5,7"}) == ["5", "7"]
+        processes.places_on("gpu", 2, 3, [], {})
+    devices = [processes.Place("5"), processes.Place("7")]
+    assert processes.places_on("gpu", 4, 2, [], {}) == [processes.Place("0"), processes.Place("1")]
+    assert processes.places_on("gpu", 2, 2, [], {"CUDA_VISIBLE_DEVICES": "5,7"}) == devices
     with pytest.raises(processes.ConfigError, match="platform tpu"):
-        processes.devices_of("tpu", 4, 2, [], {})
-    monkeypatch.setattr(processes, "devices", lambda parallel, runs, environment: ["5", "7"])
+        processes.places_on("tpu", 4, 2, [], {})
+    monkeypatch.setattr(processes, "places", lambda parallel, runs, environment: devices)
     assert made.sweep("--parallel", 2) == 0
     used = [line.split()[1] for line in (made.folder / "begun.txt").read_text().splitlines()]
     assert set(used) == {"5", "7"}
