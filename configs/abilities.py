@@ -18,6 +18,6 @@ def get_config(attention: str = "gated_delta") -> Config:
         data=DataConfig(source="words:group=Z2,length=64", packing="rows"),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100, final_fraction=0.1, weight_decay=0.01,
                                   beta2=0.98),
-        train=TrainConfig(steps=600, batch_size=64, eval_every=1000, eval_batches=8, sample_every=0),
+        train=TrainConfig(steps=600, batch_size=32, eval_every=1000, eval_batches=8, sample_every=0),
         checkpoint=CheckpointConfig(every_steps=1000),
     )
