@@ -106,8 +106,9 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = "python-stdlib"
-    """Corpus to prepare if there are no token files yet: python-stdlib, a text file or folder, a dataset id, or, with
-    the tokenizer pixels, images. #column=NAME, #split=NAME and #encoding=NAME may follow the name of a text."""
+    """Corpus to prepare if there are no token files yet: python-stdlib, python-packages, a text file or folder, a
+    dataset id, or, with the tokenizer pixels, images. #column=NAME, #split=NAME and #encoding=NAME may follow the name
+    of a text."""
     dir: str | None = None
     """Folder of token files. None: a folder in the user's cache, prepared on first use."""
     tokenizer: str = "bytes"

@@ -424,10 +424,10 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
     """Convert text or images to token files. An interrupted command resumes when repeated.
 
     Args:
-        source: python-stdlib; a text, JSON(L), CSV (also packed: .gz, .bz2, .xz, .zst) or Parquet file, a folder or a
-            glob of them; a folder of save_to_disk; or the id of a Hugging Face dataset (ID or ID:CONFIG). With
-            --tokenizer pixels: digits, a folder of images, or the id of a dataset of images. With --verify: the folder
-            to check.
+        source: python-stdlib; python-packages; a text, JSON(L), CSV (also packed: .gz, .bz2, .xz, .zst) or Parquet
+            file, a folder or a glob of them; a folder of save_to_disk; or the id of a Hugging Face dataset (ID or
+            ID:CONFIG). With --tokenizer pixels: digits, a folder of images, or the id of a dataset of images. With
+            --verify: the folder to check.
         out: Folder to write.
         tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images.
         split: Split to read. Default: train, with the validation split, if there is one, for val.

@@ -1,9 +1,9 @@
-"""Sources of text, streams of documents: Python's standard library, files, and Hugging Face datasets.
+"""Sources of text, streams of documents: Python's standard library and packages, files, and Hugging Face datasets.
 
-A source is ``python-stdlib``, a path or glob, or the id of a dataset, ``ID`` or ``ID:CONFIG``. For rows (JSON, JSON
-lines, CSV, Parquet, datasets) ``#split=NAME`` and ``#column=NAME`` may follow, and for text, JSON and CSV
-``#encoding=NAME``: ``allenai/c4:en#split=validation``, ``posts/*.jsonl.zst#column=body``, ``a.txt#encoding=latin-1``. A
-folder with a copy of a dataset can replace its id.
+A source is ``python-stdlib``, ``python-packages``, a path or glob, or the id of a dataset, ``ID`` or ``ID:CONFIG``. For
+rows (JSON, JSON lines, CSV, Parquet, datasets) ``#split=NAME`` and ``#column=NAME`` may follow, and for text, JSON and
+CSV ``#encoding=NAME``: ``allenai/c4:en#split=validation``, ``posts/*.jsonl.zst#column=body``,
+``a.txt#encoding=latin-1``. A folder with a copy of a dataset can replace its id.
 """
 
 import difflib
@@ -18,6 +18,7 @@ from data.sources import formats
 from data.sources.formats import Format
 from data.sources.hub import is_saved, open_dataset, open_hub_dataset, open_saved
 from data.sources.images import DIGITS
+from data.sources.packages import PACKAGES, open_packages
 from data.sources.rows import open_rows
 from data.sources.source import EVERYTHING, Selection, Source, file_state, left_out
 from data.sources.text import STDLIB, open_stdlib, open_texts
@@ -72,6 +73,9 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
     if plain == STDLIB:
         _check_options(source, selection, "text", "split", "column", "encoding")
         return open_stdlib(selection)
+    if plain == PACKAGES:
+        _check_options(source, selection, "text", "split", "column", "encoding")
+        return open_packages(selection)
     if path.is_dir():
         return replace(_open_folder(source, path, selection), folder=path)
     if path.is_file():
@@ -87,12 +91,12 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
         opened = open_dataset(source, state, selection, str(folder.resolve()), config)
         return replace(opened, folder=folder)
     if plain.startswith((".", "~", "/")) or path.suffix.lower() in _PATH_SUFFIXES or not _DATASET_ID.fullmatch(plain):
-        raise ConfigError(f"data.source: no file or folder {plain!r}; expected {STDLIB}, a text file or folder, or the "
-                          "id of a Hugging Face dataset")
+        raise ConfigError(f"data.source: no file or folder {plain!r}; expected {STDLIB}, {PACKAGES}, a text file or "
+                          "folder, or the id of a Hugging Face dataset")
     if plain == DIGITS:
         raise ConfigError(f"data.source: {DIGITS} is images; expected data.tokenizer pixels")
-    if difflib.get_close_matches(plain, [STDLIB]):
-        raise ConfigError(f"data.source: no source {plain!r}; perhaps you meant {STDLIB}")
+    if alike := difflib.get_close_matches(plain, [STDLIB, PACKAGES], 1):
+        raise ConfigError(f"data.source: no source {plain!r}; perhaps you meant {alike[0]}")
     dataset, _, config = plain.partition(":")
     _check_options(source, selection, "a dataset", "encoding")
     return open_hub_dataset(source, selection, dataset, config or None)

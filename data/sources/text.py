@@ -37,8 +37,8 @@ def open_stdlib(selection: Selection) -> Source:
     sizes = hashlib.sha256()
     for path in sorted(paths):
         sizes.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
-    return _files(STDLIB, root, dict.fromkeys(paths, Format("text")), selection,
-                  state=f"{version} {sizes.hexdigest()}", version=version, licence="PSF-2.0")
+    return files_as_documents(STDLIB, _named(root, dict.fromkeys(paths, Format("text"))), selection,
+                              state=f"{version} {sizes.hexdigest()}", version=version, licence="PSF-2.0")
 
 
 def open_texts(source: str, root: Path, files: dict[Path, Format], selection: Selection) -> Source:
@@ -46,20 +46,34 @@ def open_texts(source: str, root: Path, files: dict[Path, Format], selection: Se
     if len(files) == 1:
         ((path, form),) = files.items()
         return _text_file(source, path, form, selection)
-    return _files(source, root, files, selection, state=file_state(root, [*files]))
+    return files_as_documents(source, _named(root, files), selection, state=file_state(root, [*files]))
 
 
-def _files(source: str, root: Path, files: dict[Path, Format], selection: Selection, **fields: Any) -> Source:
-    """A document per file, sorted by relative path; the first ones in the order of a hash of the path are held out or,
-    of a file that is longer than all others together, the end."""
-    names = {path.relative_to(root).as_posix(): path for path in files}
-    sizes = {name: path.stat().st_size for name, path in names.items()}
+def _named(root: Path, files: dict[Path, Format]) -> dict[str, tuple[Path, Format]]:
+    return {path.relative_to(root).as_posix(): (path, form) for path, form in files.items()}
+
+
+def files_as_documents(source: str, files: dict[str, tuple[Path, Format]], selection: Selection,
+                       **fields: Any) -> Source:
+    """A document per file.
+
+    Args:
+        source: the name of the source.
+        files: by the names that order them; the first ones in the order of a hash of the name are held out or, of a
+            file that is longer than all others together, the end.
+        selection: which part of it.
+        **fields: other fields of the source.
+
+    Raises:
+        ConfigError: the selection holds out all files.
+    """
+    sizes = {name: path.stat().st_size for name, (path, _) in files.items()}
     total = sum(sizes.values())
-    by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
-    largest, held_out, room = max(names, key=sizes.__getitem__), set(), total * (selection.val_share or VAL_FRACTION)
+    by_hash = sorted(files, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
+    largest, held_out, room = max(files, key=sizes.__getitem__), set(), total * (selection.val_share or VAL_FRACTION)
     if selection.val_documents is not None:
-        if selection.val_documents >= len(names):
-            raise ConfigError(f"val_documents is {selection.val_documents}; expected less than the {len(names)} "
+        if selection.val_documents >= len(files):
+            raise ConfigError(f"val_documents is {selection.val_documents}; expected less than the {len(files)} "
                               f"files of {source}")
         held_out = set(by_hash[: selection.val_documents])
     elif 2 * sizes[largest] <= total:
@@ -67,19 +81,19 @@ def _files(source: str, root: Path, files: dict[Path, Format], selection: Select
             if sizes[name] <= room:
                 held_out.add(name)
                 room -= sizes[name]
-        held_out = held_out or {min(names, key=sizes.__getitem__)}
+        held_out = held_out or {min(files, key=sizes.__getitem__)}
 
     def documents() -> list[_Document]:
         found = []
-        for name, path in sorted(names.items()):
+        for name, (path, form) in sorted(files.items()):
             if name == largest and not held_out:
-                found += _with_held_out_end(path, files[path], selection)
+                found += _with_held_out_end(path, form, selection)
             else:
-                found.append(_Document(path, files[path], name in held_out, lambda path=path: formats.read_text(
-                    path, files[path]), sizes[name]))
+                found.append(_Document(path, form, name in held_out, lambda path=path, form=form: formats.read_text(
+                    path, form), sizes[name]))
         return found
 
-    return _source(source, documents, total, all(form.plain for form in files.values()), **fields)
+    return _source(source, documents, total, all(form.plain for _, form in files.values()), **fields)
 
 
 def _text_file(source: str, path: Path, form: Format, selection: Selection) -> Source:

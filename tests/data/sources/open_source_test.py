@@ -72,6 +72,8 @@ def test_linked_folders_are_read_once(tmp_path):
     ("missing.txt", {}, "no file or folder 'missing.txt'"),
     ("./nothing", {}, "no file or folder './nothing'"),
     ("python-stdlb", {}, "perhaps you meant python-stdlib"),
+    ("python-package", {}, "perhaps you meant python-packages"),
+    ("python-packages", {"column": "body"}, "python-packages is text and has no column"),
     ("empty.txt", {}, r"empty\.txt is empty"),
     ("empty", {}, "no text in the folder empty"),
 ])
