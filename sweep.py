@@ -164,7 +164,15 @@ def command(arguments: Sequence[str]) -> int:
         folder.begin(study, runs, options.out, quick=options.quick)
         write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, len(runs))))
         return 0
-    return run(options, study, runs)
+    code = run(options, study, runs)
+    while code == 0 and options.index is None and study.follows_results:
+        known, runs = len(runs), plan(study, options.out, quick=options.quick, rows=rows)
+        if len(runs) == known:
+            break
+        status(f"{options.out}: {len(runs) - known} more runs follow from these results")
+        folder.check_out(study, runs, options.out, quick=options.quick)
+        code = run(options, study, runs)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

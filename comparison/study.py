@@ -4,7 +4,9 @@
                              get_runs(quick: bool) -> list[Variation]
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
                              and a third, for lines that sweep.py prints: notes(quick: bool) -> Sequence[str]
-                             get_runs may take rows, other attentions than its own: get_runs(quick, rows=None)
+                             get_runs may take rows, other attentions than its own: get_runs(quick, rows=None), and
+                             finished, the finished runs of OUT, for runs that follow from the results of others, such
+                             as more seeds at the best learning rate: get_runs(quick, finished=())
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -121,12 +123,18 @@ class Study:
     """As in ``study.json``: relative to the root of lineargpt if the file is below it."""
     module: Any
 
-    def runs(self, quick: bool, rows: Sequence[str] | None = None) -> list[Variation]:
+    @property
+    def follows_results(self) -> bool:
+        """Whether runs of the study follow from the results of others."""
+        return "finished" in inspect.signature(self.module.get_runs).parameters
+
+    def runs(self, quick: bool, rows: Sequence[str] | None = None, finished: Sequence[Run] = ()) -> list[Variation]:
         """The runs of the study, or of its quick form, in order.
 
         Args:
             quick: whether of the quick form.
             rows: attentions in place of the study's own.
+            finished: the finished runs of the output folder, for a study that follows results.
 
         Raises:
             ConfigError: ``get_runs`` fails, takes no rows, or returns no runs, duplicate names, or a name that is not
@@ -135,7 +143,8 @@ class Study:
         if rows is not None and "rows" not in inspect.signature(self.module.get_runs).parameters:
             raise ConfigError(f"rows: {self.path} has its own attentions; expected a study with get_runs(quick, "
                               "rows=None)")
-        runs = self._call("get_runs", quick, **({} if rows is None else {"rows": rows}))
+        runs = self._call("get_runs", quick, **({} if rows is None else {"rows": rows}),
+                          **({"finished": finished} if self.follows_results else {}))
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
             raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")
         for name, count in Counter(run.name for run in runs).items():
@@ -273,6 +282,13 @@ def read_record(path: Path, kind: Any) -> dict[str, Any]:
 def reader(out_dir: Path, record: StudyRecord) -> Reader:
     """Reads the runs of a study in order; those that have not started are skipped."""
     return Reader([Path(out_dir) / name for name in record.runs], awaited=True, may_be_empty=True)
+
+
+def finished_runs(out_dir: Path) -> list[Run]:
+    """The finished runs of the output folder of a study; none if there is no such folder."""
+    if not (Path(out_dir) / RECORD).is_file():
+        return []
+    return [run for run in reader(out_dir, read_study(out_dir)).read().runs if run.is_finished and not run.is_empty]
 
 
 def left_out(found: Found, folders: Sequence[Path]) -> list[str]:

@@ -2,7 +2,6 @@
 
     python sweep.py studies/abilities.py --out runs/abilities --quick
     python sweep.py studies/abilities.py --out runs/abilities
-    python -m studies.abilities runs/abilities
     python sweep.py studies/abilities.py --out runs/abilities-power --rows power
 
 Every causal attention on the synthetic tasks of data/synthetic_tasks, in models of 2 layers of width 64 (hybrids of 3 :
@@ -11,25 +10,19 @@ seeds. Every attention has a short convolution of 4, which decides recall: the r
 their option, but for reformer and synthesizer, which take none. State tracking is trained at 64 tokens and tested up to
 512, recall up to 256.
 
-abilities_rates.json has the best rate of each arm and task; ``python -m studies.abilities OUT`` writes it from the runs
-with one seed, and the runs with the other seeds are those of its arms and tasks. The quick form has ``gated_delta``
-with writes up to 2 against softmax, tasks of every family, one rate and one seed. ``--rows`` takes modes in place of
-the study's arms, with three rates and one seed; with ``--quick`` against softmax.
+The quick form has ``gated_delta`` with writes up to 2 against softmax, tasks of every family, one rate and one seed.
+``--rows`` takes modes in place of the study's arms; with ``--quick`` against softmax.
 """
 
-import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from comparison import abilities
 from comparison.figures import Figure
 from comparison.runs import Run
-from comparison.study import Variation, mode_fields, read_study, reader
+from comparison.study import Variation, mode_fields
 from data import synthetic_tasks
 from studies._arms import RATE, arm_of
-from support import json_files
 
 RECIPE = "configs/abilities.py"
 CONV = {"short_conv": 4}
@@ -79,22 +72,18 @@ QUICK_TASKS = ("Z2", "S3", "dyck", "mqar", "rebind", "selective_copy", "depo", "
 GRID = (1e-2, 3e-3, 3e-2)
 """Learning rates; the quick form has the first."""
 SEEDS = 3
-RATES_FILE = Path(__file__).with_name("abilities_rates.json")
-RATES: dict[str, dict[str, float]] = json.loads(RATES_FILE.read_text())
-"""The best learning rate of each arm and task."""
 
 
-def get_runs(quick: bool, rows: Sequence[str] | None = None) -> list[Variation]:
+def get_runs(quick: bool, rows: Sequence[str] | None = None, finished: Sequence[Run] = ()) -> list[Variation]:
     arms = ARMS if rows is None else {mode: ARMS.get(mode, (mode, {})) for mode in rows}
     if quick:
         compared = QUICK if rows is None else tuple(dict.fromkeys(("softmax", *rows)))
         return [_run(task, arm, (ARMS | arms)[arm], GRID[0], 0) for task in QUICK_TASKS for arm in compared]
-    names, runs = list(arms), []
+    names, best, runs = list(arms), best_rates(finished), []
     for part in (names[:MAIN], names[MAIN:]):
         runs += [_run(task, arm, arms[arm], rate, 0) for rate in GRID for task in TASKS for arm in part]
-        if rows is None:
-            runs += [_run(task, arm, arms[arm], RATES[arm][task], seed) for seed in range(1, SEEDS)
-                     for task in TASKS for arm in part if task in RATES.get(arm, {})]
+        runs += [_run(task, arm, arms[arm], best[arm, task], seed) for seed in range(1, SEEDS) for task in TASKS
+                 for arm in part if (arm, task) in best]
     return runs
 
 
@@ -112,21 +101,14 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return abilities.figures(runs, arm=arm_of)
 
 
-def best_rates(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """The learning rate with the highest accuracy, or of equal ones with the lowest loss, by arm and task."""
-    best: dict[tuple[str, str], tuple[float, float, float]] = {}
+def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
+    """The learning rate with the highest accuracy, or of equal ones with the lowest loss, by arm and task, where all
+    have been tried."""
+    tried: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for run in runs:
         accuracy, loss = run.final("accuracy"), run.final()
-        if run.seed == 0 and run.is_finished and accuracy is not None and loss is not None:
-            key = arm_of(run), next(task for task in TASKS if run.name.startswith(f"{task}-{arm_of(run)}-"))
+        if run.seed == 0 and accuracy is not None and loss is not None:
+            task = next(task for task in TASKS if run.name.startswith(f"{task}-{arm_of(run)}-"))
             found = accuracy, -loss, run.config["optimizer"]["learning_rate"]
-            best[key] = max(best.get(key, found), found)
-    rates: dict[str, dict[str, float]] = {}
-    for (arm, task), (*_, rate) in best.items():
-        rates.setdefault(arm, {})[task] = rate
-    return rates
-
-
-if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    json_files.write(RATES_FILE, best_rates(reader(out, read_study(out)).read().runs))
+            tried.setdefault((arm_of(run), task), []).append(found)
+    return {key: max(found)[2] for key, found in tried.items() if len(found) == len(GRID)}

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from comparison.runs import NOT_OF_SETUP, is_of
-from comparison.study import ROOT, Study, Variation
+from comparison.study import ROOT, Study, Variation, finished_runs
 from configs.schema import FORMAT as CONFIG_FORMAT
 from configs.schema import RunConfig, flatten, groups_of
 from support.errors import ConfigError
@@ -76,12 +76,14 @@ def program(command: str) -> list[str]:
 
 
 def plan(study: Study, out: Path, *, quick: bool, rows: Sequence[str] | None = None) -> list[PlannedRun]:
-    """The runs of a study, in order; arguments as in :meth:`Study.runs`.
+    """The runs of a study, in order, those that follow from the results in ``out`` included; other arguments as in
+    :meth:`Study.runs`.
 
     Raises:
         ConfigError: a run is invalid; the message names it and the field.
     """
-    return [plan_run(study.path, variation, out) for variation in study.runs(quick, rows)]
+    finished = finished_runs(out) if study.follows_results else ()
+    return [plan_run(study.path, variation, out) for variation in study.runs(quick, rows, finished)]
 
 
 def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:

@@ -67,6 +67,8 @@ with (folder / "metrics.jsonl").open("w") as file:
         print(json.dumps(line | {"split": "train", "step": step, "train_seconds": float(step)}), file=file)
     print(json.dumps(line | {"split": "val", "step": 11, "wall_seconds": 20.0}), file=file)
 (folder / "environment.json").write_text(json.dumps({"parameters": 1000, "step_bytes": 5_000_000}))
+if (study / "config.json").exists():
+    (folder / "config.json").write_bytes((study / "config.json").read_bytes())
 '''
 
 STUDY = '''
@@ -287,6 +289,20 @@ def test_a_study_may_get_more_runs(made: SweptStudy, capsys):
         {"name": run.name, "hash": run.hash} for run in plan.plan(load_study(made.path), made.out, quick=False)]
     made.change("(1e-3, 1e-2)", "(1e-2,)")
     assert f"which has a run {RUNS[0]}" in made.refused(capsys)
+
+
+def test_runs_that_follow_from_results_are_run_after_them(made: SweptStudy, capsys):
+    config = write_run(made.folder / "like") / "config.json"
+    with edited(config) as values:
+        values["train"]["steps"] = 11
+    config.rename(made.folder / "config.json")
+    made.change("def get_runs(quick):", "def get_runs(quick, finished=()):")
+    made.change('"train.seed": (0, 1)', '"train.seed": (0, 1) if len(finished) > 1 else (0,)')
+    assert made.sweep() == 0
+    assert made.begun() == [RUNS[0], RUNS[2], RUNS[1], RUNS[3]]
+    assert "2 more runs follow from these results" in capsys.readouterr().err
+    assert made.sweep() == 0
+    assert made.begun() == []
 
 
 def test_the_folder_of_another_study_or_form_is_refused(made: SweptStudy, capsys):
