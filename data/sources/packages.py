@@ -7,6 +7,7 @@ requirements.lock; once it has moved on, ``pip`` installs the pinned ones into a
 import hashlib
 import importlib.metadata
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -50,9 +51,9 @@ def open_packages(selection: Selection) -> Source:
 
 def _installed(wanted: dict[str, str], folder: Path | None) -> dict[str, Distribution]:
     """The wanted packages in a folder, or else in the environment."""
-    places = {} if folder is None else {"path": [str(folder)]}
+    path = sys.path if folder is None else [str(folder)]
     found = {}
-    for each in importlib.metadata.distributions(**places):
+    for each in importlib.metadata.distributions(path=path):
         name = re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower()
         if name in wanted:
             found.setdefault(name, each)

@@ -1,0 +1,191 @@
+"""How loss falls with compute: power laws, their bands, and compute-equivalent gains.
+
+A law L(C) = floor + scale · C^−exponent, the form of Henighan et al., "Scaling Laws for Autoregressive Generative
+Modeling", 2020 (arXiv 2010.14701), is fitted to the losses of runs of several sizes and lengths.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from comparison.statistics import CONFIDENCE, mean_interval
+from support.errors import ConfigError
+
+LEAST_SIZES = 3
+"""Number of sizes that a fit needs: it has three parameters."""
+REACH = 10
+"""Largest extrapolation, as a multiple of the largest measured compute."""
+RESAMPLES = 400
+_EXPONENTS = (0.02, 2.0)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run: its points at several lengths, and the losses of its val windows at its end."""
+
+    size: str
+    seed: Any
+    compute_P: Float[np.ndarray, " P"]
+    """FLOPs, or seconds, up to each point, ascending."""
+    loss_P: Float[np.ndarray, " P"]
+    """Nats per token at each point."""
+    windows_W: Float[np.ndarray, " W"]
+    """Mean loss of each val window at the end; the windows are the same in all runs."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """L(C) = floor + scale · C^−exponent."""
+
+    floor: float
+    scale: float
+    exponent: float
+
+    def __call__(self, compute: Any) -> Any:
+        return self.floor + self.scale * np.asarray(compute, float) ** -self.exponent
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law, the points that it was fitted to, and laws of resampled seeds and windows."""
+
+    law: PowerLaw
+    compute_P: Float[np.ndarray, " P"]
+    loss_P: Float[np.ndarray, " P"]
+    resampled: tuple[PowerLaw, ...]
+
+    @property
+    def residuals_P(self) -> Float[np.ndarray, " P"]:
+        """Measured loss minus that of the law."""
+        return self.loss_P - self.law(self.compute_P)
+
+    @property
+    def measured(self) -> tuple[float, float]:
+        """The smallest and the largest compute of a point."""
+        return float(self.compute_P.min()), float(self.compute_P.max())
+
+    def band(self, compute: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """The interval of the loss at a compute, over resampled seeds and windows.
+
+        Raises:
+            ConfigError: the compute is more than ``REACH`` times the largest measured.
+        """
+        if compute > REACH * self.measured[1] * (1 + 1e-9):
+            raise ConfigError(f"{compute:.3g} is {compute / self.measured[1]:.0f} times the largest measured compute; "
+                              f"expected at most {REACH} times")
+        losses = [law(compute) for law in self.resampled]
+        low, high = np.quantile(losses, [(1 - confidence) / 2, (1 + confidence) / 2])
+        return float(low), float(high)
+
+
+def fit(runs: Sequence[Trained], *, resamples: int = RESAMPLES) -> Fit:
+    """Fits a power law to the points of one set-up.
+
+    Each resample draws the seeds of every size, and the windows, with replacement. What the drawn windows change in the
+    loss at the end of a run is added to all points of the run.
+
+    Args:
+        runs: of several sizes and seeds.
+        resamples: number of laws in ``Fit.resampled``.
+
+    Raises:
+        ConfigError: there are fewer than three sizes, or runs have different windows.
+    """
+    by_size: dict[str, list[Trained]] = {}
+    for run in runs:
+        by_size.setdefault(run.size, []).append(run)
+    if len(by_size) < LEAST_SIZES:
+        raise ConfigError(f"a fit needs {LEAST_SIZES} sizes; expected more than {', '.join(by_size) or 'none'}")
+    if len({len(run.windows_W) for run in runs}) > 1:
+        raise ConfigError("a fit needs the same val windows in all runs")
+    compute_P, loss_P = (np.concatenate([getattr(run, name) for run in runs]) for name in ("compute_P", "loss_P"))
+    rng, count, laws = np.random.default_rng(0), len(runs[0].windows_W), []
+    for _ in range(resamples):
+        windows = rng.integers(0, count, count) if count else []
+        drawn = [group[i] for group in by_size.values() for i in rng.integers(0, len(group), len(group))]
+        shifts = [run.windows_W[windows].mean() - run.windows_W.mean() if count else 0.0 for run in drawn]
+        laws.append(_least_squares(np.concatenate([run.compute_P for run in drawn]),
+                                   np.concatenate([run.loss_P + shift for run, shift in zip(drawn, shifts, strict=True)
+                                                   ])))
+    return Fit(_least_squares(compute_P, loss_P), compute_P, loss_P, tuple(laws))
+
+
+def _least_squares(compute_P: Float[np.ndarray, " P"], loss_P: Float[np.ndarray, " P"]) -> PowerLaw:
+    """The law with the smallest squared error, with a floor and a scale of at least 0.
+
+    Given the exponent, floor and scale are linear; the exponent is searched in its logarithm.
+    """
+    from scipy.optimize import minimize_scalar, nnls
+
+    unit = math.exp(np.mean(np.log(compute_P)))  # for well-conditioned columns
+
+    def at(log_exponent: float) -> tuple[np.ndarray, float]:
+        columns = np.stack([np.ones_like(compute_P), (compute_P / unit) ** -math.exp(log_exponent)], 1)
+        return nnls(columns, loss_P)
+
+    grid = np.linspace(*np.log(_EXPONENTS), 25)
+    errors = [at(each)[1] for each in grid]
+    i = int(np.argmin(errors))
+    found = minimize_scalar(lambda each: at(each)[1], bounds=(grid[max(i - 1, 0)], grid[min(i + 1, len(grid) - 1)]),
+                            method="bounded")
+    (floor, scale), _ = at(found.x)
+    exponent = math.exp(found.x)
+    return PowerLaw(float(floor), float(scale * unit**exponent), exponent)
+
+
+def compute_equivalent_gain(compute: float, loss: float, baseline: Mapping[float, float]) -> float | None:
+    """How many times a compute the baseline needs for the same loss.
+
+    Args:
+        compute: of the run.
+        loss: that it reached.
+        baseline: the loss of the baseline by its compute, one point for each size.
+
+    Returns:
+        None if the loss is outside of the losses of the baseline. Between two points of it the loss is linear in the
+        logarithm of the compute.
+    """
+    points = sorted(baseline.items())
+    losses = np.array([each for _, each in points])
+    if len(points) < 2 or not losses.min() <= loss <= losses.max() or (np.diff(losses) >= 0).any():
+        return None
+    log_compute = np.log([each for each, _ in points])
+    return float(np.exp(np.interp(-loss, -losses, log_compute)) / compute)
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How the difference to a baseline changes with size."""
+
+    slope: float
+    """Nats for each factor of ten in parameters; above 0, the set-up loses ground."""
+    interval: tuple[float, float] | None
+    """Over the seeds, by Student's t; None of a single seed."""
+
+    @property
+    def verdict(self) -> str:
+        """In words: of the difference in loss to the baseline."""
+        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
+            return "no trend shown"
+        return "rises with size" if self.slope > 0 else "falls with size"
+
+
+def trend(differences: Mapping[float, Mapping[Any, float]]) -> Trend | None:
+    """The slope of a paired difference against the logarithm of the size, averaged over the seeds that have two sizes.
+
+    Args:
+        differences: loss of the set-up minus that of the baseline, by number of parameters and by seed.
+
+    Returns:
+        None if no seed has two sizes.
+    """
+    slopes = []
+    for seed in dict.fromkeys(seed for by_seed in differences.values() for seed in by_seed):
+        points = [(math.log10(size), by_seed[seed]) for size, by_seed in sorted(differences.items()) if seed in by_seed]
+        if len(points) > 1:
+            slopes.append(float(np.polyfit(*zip(*points, strict=True), 1)[0]))
+    return Trend(float(np.mean(slopes)), mean_interval(slopes)) if slopes else None
