@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
@@ -47,6 +48,8 @@ class Options:
     """Run the quick form of the study: fewer and shorter runs."""
     rows: str | None = None
     """Attention modes in place of the study's own, with commas between, if the study supports it."""
+    rungs: str | None = None
+    """Rungs of the study's ladder of sizes, with commas between, such as XS,S, if the study has one. None: all."""
     parallel: int = 1
     """Number of runs at once, each with its own GPU or its share of a CPU's cores."""
     dry_run: bool = False
@@ -84,6 +87,13 @@ def modes_of(rows: str | None) -> tuple[str, ...] | None:
     return modes
 
 
+def part_of(options: Options) -> dict[str, Any]:
+    """The part of the study that ``--rows`` and ``--rungs`` name, as arguments of :meth:`Study.runs`."""
+    rungs = None if options.rungs is None else tuple(options.rungs.split(","))
+    given = {"rows": modes_of(options.rows), "rungs": rungs}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
     """All runs, or the one of ``--index``; :class:`ConfigError` if it is out of range."""
     if index is None:
@@ -119,8 +129,8 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int
 def shell_lines(options: Options, count: int) -> list[str]:
     """The shell command of each run, for the working folder."""
     flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
-    rows = [] if options.rows is None else ["--rows", options.rows]
-    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *rows, *flags, "--index"]
+    part = [text for name in ("rows", "rungs") if (value := getattr(options, name)) for text in (f"--{name}", value)]
+    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *part, *flags, "--index"]
     return [shlex.join([*line, str(index)]) for index in range(count)]
 
 
@@ -153,11 +163,11 @@ def command(arguments: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="sweep.py", description=__doc__)
     check(options)
-    rows = modes_of(options.rows)
+    part = part_of(options)
     study = load_study(options.study)
-    runs = plan(study, options.out, quick=options.quick, rows=rows)
+    runs = plan(study, options.out, quick=options.quick, **part)
     chosen(runs, options.index)
-    folder.check_out(study, runs, options.out, quick=options.quick)
+    folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))
     if options.dry_run:
         return list_runs(options, study, runs)
     if options.commands is not None:
@@ -166,11 +176,11 @@ def command(arguments: Sequence[str]) -> int:
         return 0
     code = run(options, study, runs)
     while code == 0 and options.index is None and study.follows_results:
-        known, runs = len(runs), plan(study, options.out, quick=options.quick, rows=rows)
+        known, runs = len(runs), plan(study, options.out, quick=options.quick, **part)
         if len(runs) == known:
             break
         status(f"{options.out}: {len(runs) - known} more runs follow from these results")
-        folder.check_out(study, runs, options.out, quick=options.quick)
+        folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))
         code = run(options, study, runs)
     return code
 

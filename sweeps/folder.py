@@ -14,8 +14,9 @@ from training.metrics import read_blocks
 from training.run_folder import SWEEP_RECORD
 
 
-def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:
-    """Checks that a folder is new, or belongs to this version of the study or to one with fewer runs. Writes nothing.
+def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool, part: bool = False) -> None:
+    """Checks that a folder is new, or belongs to this version of the study or to one with fewer runs; if the runs are
+    a part of the study, it may have others. Writes nothing.
 
     Raises:
         ConfigError: it belongs to another study or to another version of this one, or a run's folder holds another
@@ -37,12 +38,10 @@ def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: boo
         now = {run.name: run.hash for run in runs}
         other = f"out {out} belongs to another version of {study.path}"
         for name, hash_before in before.runs.items():
-            if name not in now:
+            if name not in now and not part:
                 raise ConfigError(f"{other}, which has a run {name}; choose another out")
-            if now[name] != hash_before:
+            if now.get(name, hash_before) != hash_before:
                 raise ConfigError(f"{other}, whose run {name} has another config; choose another out")
-        if [name for name in now if name in before.runs] != list(before.runs):
-            raise ConfigError(f"{other}, with another order of runs; choose another out")
 
 
 def check_run(run: PlannedRun, out: Path) -> None:
@@ -82,9 +81,10 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
         if not (run.folder / SWEEP_RECORD).exists():
             run.folder.mkdir(exist_ok=True)
             _write(run, finished=False, keep_all=False)
-    record = StudyRecord(study.path, quick, {run.name: run.hash for run in runs})
-    if not (out / RECORD).exists() or read_study(out) != record:  # of fewer runs
-        write(out / RECORD, record.to_dict())
+    now = {run.name: run.hash for run in runs}
+    before = read_study(out).runs if (out / RECORD).exists() else {}
+    if before.keys() != (now | before).keys():
+        write(out / RECORD, StudyRecord(study.path, quick, now | before).to_dict())
 
 
 def is_finished(run: PlannedRun) -> bool:

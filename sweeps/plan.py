@@ -75,7 +75,7 @@ def program(command: str) -> list[str]:
     return [command if Path.cwd() == ROOT else str(ROOT / command)]
 
 
-def plan(study: Study, out: Path, *, quick: bool, rows: Sequence[str] | None = None) -> list[PlannedRun]:
+def plan(study: Study, out: Path, *, quick: bool, **part: Sequence[str]) -> list[PlannedRun]:
     """The runs of a study, in order, those that follow from the results in ``out`` included; other arguments as in
     :meth:`Study.runs`.
 
@@ -83,7 +83,7 @@ def plan(study: Study, out: Path, *, quick: bool, rows: Sequence[str] | None = N
         ConfigError: a run is invalid; the message names it and the field.
     """
     finished = finished_runs(out) if study.follows_results else ()
-    return [plan_run(study.path, variation, out) for variation in study.runs(quick, rows, finished)]
+    return [plan_run(study.path, variation, out) for variation in study.runs(quick, finished, **part)]
 
 
 def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
