@@ -127,7 +127,7 @@ def _least_squares(compute_P: Float[np.ndarray, " P"], loss_P: Float[np.ndarray,
         columns = np.stack([np.ones_like(compute_P), (compute_P / unit) ** -math.exp(log_exponent)], 1)
         return nnls(columns, loss_P)
 
-    grid = np.linspace(*np.log(_EXPONENTS), 25)
+    grid = np.linspace(math.log(_EXPONENTS[0]), math.log(_EXPONENTS[1]), 25)
     errors = [at(each)[1] for each in grid]
     i = int(np.argmin(errors))
     found = minimize_scalar(lambda each: at(each)[1], bounds=(grid[max(i - 1, 0)], grid[min(i + 1, len(grid) - 1)]),
@@ -185,7 +185,7 @@ def trend(differences: Mapping[float, Mapping[Any, float]]) -> Trend | None:
     """
     slopes = []
     for seed in dict.fromkeys(seed for by_seed in differences.values() for seed in by_seed):
-        points = [(math.log10(size), by_seed[seed]) for size, by_seed in sorted(differences.items()) if seed in by_seed]
-        if len(points) > 1:
-            slopes.append(float(np.polyfit(*zip(*points, strict=True), 1)[0]))
+        found = {math.log10(size): by_seed[seed] for size, by_seed in differences.items() if seed in by_seed}
+        if len(found) > 1:
+            slopes.append(float(np.polyfit([*found], [*found.values()], 1)[0]))
     return Trend(float(np.mean(slopes)), mean_interval(slopes)) if slopes else None

@@ -82,7 +82,7 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
             run.folder.mkdir(exist_ok=True)
             _write(run, finished=False, keep_all=False)
     now = {run.name: run.hash for run in runs}
-    before = read_study(out).runs if (out / RECORD).exists() else {}
+    before = dict(read_study(out).runs) if (out / RECORD).exists() else {}
     if before.keys() != (now | before).keys():
         write(out / RECORD, StudyRecord(study.path, quick, now | before).to_dict())
 
