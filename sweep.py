@@ -47,7 +47,8 @@ class Options:
     quick: bool = False
     """Run the quick form of the study: fewer and shorter runs."""
     rows: str | None = None
-    """Attention modes in place of the study's own, with commas between, if the study supports it."""
+    """Attention modes in place of the study's own, or some of its arms, with commas between, if the study supports
+    it."""
     rungs: str | None = None
     """Rungs of the study's ladder of sizes, with commas between, such as XS,S, if the study has one. None: all."""
     parallel: int = 1
@@ -77,21 +78,17 @@ def check(options: Options) -> None:
         raise ConfigError(f"--parallel {options.parallel}: expected at least 1")
 
 
-def modes_of(rows: str | None) -> tuple[str, ...] | None:
-    """The modes of ``--rows``; :class:`ConfigError` if there is no such mode."""
-    if rows is None:
-        return None
-    modes = tuple(rows.split(","))
-    for mode in modes:
-        attention.load(mode, "rows")
-    return modes
+def part_of(options: Options, study: Study) -> dict[str, Any]:
+    """The part of the study that ``--rows`` and ``--rungs`` name, as arguments of :meth:`Study.runs`.
 
-
-def part_of(options: Options) -> dict[str, Any]:
-    """The part of the study that ``--rows`` and ``--rungs`` name, as arguments of :meth:`Study.runs`."""
-    rungs = None if options.rungs is None else tuple(options.rungs.split(","))
-    given = {"rows": modes_of(options.rows), "rungs": rungs}
-    return {name: value for name, value in given.items() if value is not None}
+    Raises:
+        ConfigError: a row is neither an arm of the study nor a mode.
+    """
+    part = {name: tuple(value.split(",")) for name in ("rows", "rungs") if (value := getattr(options, name))}
+    for row in part.get("rows", ()):
+        if row not in study.arms:
+            attention.load(row, "rows")
+    return part
 
 
 def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
@@ -163,8 +160,8 @@ def command(arguments: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="sweep.py", description=__doc__)
     check(options)
-    part = part_of(options)
     study = load_study(options.study)
+    part = part_of(options, study)
     runs = plan(study, options.out, quick=options.quick, **part)
     chosen(runs, options.index)
     folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))

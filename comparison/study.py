@@ -126,6 +126,11 @@ class Study:
     module: Any
 
     @property
+    def arms(self) -> Mapping[str, Any]:
+        """Its ``ARMS`` by name, if it has them."""
+        return getattr(self.module, "ARMS", {})
+
+    @property
     def follows_results(self) -> bool:
         """Whether runs of the study follow from the results of others."""
         return "finished" in self._parameters

@@ -45,7 +45,7 @@ def open_packages(selection: Selection) -> Source:
                 hashes.add(digest)
                 files[file] = path, Format("text")
     state = hashlib.sha256("\n".join(sorted(hashes)).encode())
-    version = ", ".join(f"{name} {version}" for name, version in sorted(wanted.items()))
+    version = hashlib.sha256(PINS.read_bytes()).hexdigest()[:8]
     return files_as_documents(PACKAGES, files, selection, state=state.hexdigest(), version=version, licence=LICENCE)
 
 

@@ -1,0 +1,156 @@
+"""Rows of the standings: written from runs, checked, and drawn.
+
+    python -m benchmarks.standings --add runs/s1
+    python -m benchmarks.standings --check kda.json
+    python -m benchmarks.standings
+
+``--add`` writes the row of every arm that has finished a rung in the folder of studies/standings.py to
+benchmarks/results/standings/S1/ARM.json. ``--check`` checks the files of rows, such as another's: the configs, the
+corpus, steps, tokens, clocks and bytes of every run, that no rate or seed is missing, and that the attention gives the
+same output whatever tokens follow. A row that fails is refused: it is not written. Both end with the figures and tables
+of all rows, which are made from their files alone; without flags, these are made again.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import report
+from comparison import standings, standings_figures
+from comparison.figures import write_figures
+from comparison.runs import Run
+from comparison.standings import Place
+from comparison.study import finished_runs
+from configs.schema import Config, flatten, groups_of
+from models import gpt
+from support import json_files
+from support.command import status
+from support.errors import ConfigError, LineargptError
+from training.cli import DataFlags, load_config, parse_command_line
+from training.step import make_model
+
+FOLDER = Path(__file__).parent / "results" / "standings" / standings.VERSION
+FREE = ("mesh", "checkpoint", "logging", "data.dir", "data.verify", "train.accumulate", "train.rows_per_device",
+        "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
+"""Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss."""
+LOAD = partial(load_config, Config)
+PREFIX_TOLERANCE = 1e-4
+"""Largest difference of logits, whose deviation is about 1, that rounding explains."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    add: Path | None = None
+    """Folder of runs of studies/standings.py whose rows are written."""
+    check: tuple[Path, ...] = ()
+    """Files of rows to check; those that are not in the folder of the standings are copied into it."""
+
+
+@cache
+def expected_fields(place: Place) -> dict[str, Any]:
+    """The fields of the config of a run of the protocol."""
+    line = parse_command_line(place.variation().flags(), DataFlags, LOAD, prog="train.py", usage="", own_flags="")
+    fields = flatten(groups_of(line.config.to_dict()))
+    return {name: value for name, value in fields.items()
+            if not any(name == free or name.startswith(f"{free}.") for free in FREE)}
+
+
+@cache
+def prefix_difference(config: str) -> float:
+    """The largest difference in the logits before a token that later tokens make, of a new model of a config.
+
+    A causal attention gives 0 but for rounding. The tokens differ behind places inside of chunks and at their ends.
+
+    Args:
+        config: contents of a ``config.json`` as JSON text.
+    """
+    whole = Config.from_dict(json.loads(config))
+    in_float32 = gpt.resolve_config(dataclasses.replace(whole.model, dtype="float32"))
+    model = make_model(dataclasses.replace(whole, model=in_float32), 257)
+    rng, ends = np.random.default_rng(0), (1, 63, 64, 129, 200, 319)
+    tokens_BT = np.tile(rng.integers(0, 257, 320), (1 + len(ends), 1))
+    for row_T, end in zip(tokens_BT[1:], ends, strict=True):
+        row_T[end:] = rng.integers(0, 257, len(row_T) - end)
+    logits_BTV = np.asarray(nnx.jit(lambda model, tokens_BT: model(tokens_BT))(model, jnp.array(tokens_BT)))
+    return max(float(np.abs(logits_TV[:end] - logits_BTV[0, :end]).max())
+               for logits_TV, end in zip(logits_BTV[1:], ends, strict=True))
+
+
+def problems(row: dict[str, Any]) -> list[str]:
+    """What keeps a row from being accepted; see :func:`comparison.standings.problems`."""
+    expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
+                if (place := Place.of(entry["name"])) is not None}
+    found = standings.problems(row, expected)
+    if row["runs"] and not found:
+        worst = prefix_difference(json.dumps(row["runs"][0]["config"]))
+        if worst > PREFIX_TOLERANCE:
+            found.append(f"its attention sees later tokens: they change logits by {worst:.2g}")
+    return found
+
+
+def read_row(path: Path) -> dict[str, Any]:
+    """The file of a row.
+
+    Raises:
+        LineargptError: it is damaged, or not a row.
+    """
+    row = json_files.read(path, dict[str, Any])
+    if row.get("format") != standings.FORMAT or "standings" not in row:
+        raise LineargptError(f"{path}: not a row of the standings, of format {standings.FORMAT}")
+    return row
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The rows of the standings by their arm, in the order of the protocol."""
+    rows = {row["row"]: row for path in sorted(folder.glob("*.json")) if (row := read_row(path))}
+    order = {arm: number for number, arm in enumerate(standings.ARMS)}
+    return dict(sorted(rows.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def draw(folder: Path) -> list[Path]:
+    """Figures and tables of all rows of a folder, from their files alone."""
+    runs: list[Run] = [run for row in rows_of(folder).values() for run in standings.runs_of(row)]
+    return write_figures(standings_figures.figures(runs), folder / "figures") if runs else []
+
+
+def add(rows: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Writes the rows without problems; returns the problems of the others."""
+    refused = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        if found := problems(row):
+            refused += [f"{row['row']}: {text}" for text in found]
+        else:
+            json_files.write(folder / f"{row['row']}.json", row)
+    return refused
+
+
+def measure(options: Options, results: report.Results) -> int:
+    if options.add is not None:
+        if not (runs := finished_runs(options.add)):
+            raise ConfigError(f"--add {options.add}: no finished runs of studies/standings.py")
+        arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
+        refused = add([standings.row_of(arm, runs) for arm in arms], FOLDER)
+    else:
+        rows = [read_row(path) for path in options.check]
+        refused = add(rows, FOLDER)
+    for line in refused:
+        status(line)
+    for path in draw(FOLDER):
+        print(path)
+    return int(bool(refused))
+
+
+main = report.Benchmark(measure, "benchmarks.standings", Options)
+
+if __name__ == "__main__":
+    sys.exit(main())

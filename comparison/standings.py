@@ -1,0 +1,344 @@
+"""The protocol of the standings, S1: its ladder of sizes, its arms, its runs, and the file of a row.
+
+docs/standings.md explains it. A change of any number here, or in configs/standings.py, makes another version.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from comparison.curves import Curve
+from comparison.runs import Run
+from comparison.study import Variation, mode_fields
+from configs.schema import flatten, groups_of
+from support.errors import ConfigError
+from training.window_losses import WindowLosses
+
+VERSION = "S1"
+FORMAT = 1
+RECIPE = "configs/standings.py"
+CORPUS = "ddc6b5ab8de30c1b586be3a0eef59e709d2438669c9b2b770a4428fb2d93a320"
+"""Checksum of the token files of python-packages, of bytes."""
+VAL_BYTES, VAL_TOKENS = 1_563_817, 1_563_912
+"""Bytes of text in val, and tokens: a separator for each of its 95 documents."""
+CONTEXT = 1024
+LENGTHS = (0.25, 0.5, 1.0)
+"""Parts of a run at which it is annealed: 5, 10 and 20 tokens a parameter."""
+TOKENS_PER_PARAMETER = 20
+WINDOWS = 256
+"""Val windows of ``CONTEXT`` tokens in an evaluation."""
+LONGER = (4096, 16384)
+"""Longer contexts at which runs are evaluated."""
+FACTORS = (0.5, 1.0, 2.0)
+"""Rates tried at S, as multiples of the one carried over from XS."""
+START = (4e-3, 8e-3, 1.6e-2)
+"""Rates tried at XS first; the grid grows by factors of two until the best is inside."""
+CARRIED = 0.5
+"""The rate of a size over that of the size before: inverse to the width."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A size of the ladder: heads of 64 channels, a layer for each but at least four."""
+
+    name: str
+    width: int
+    rows: int
+    """Sequences in a step."""
+    seeds: int
+
+    @property
+    def layers(self) -> int:
+        return max(4, self.width // 64)
+
+    @property
+    def parameters(self) -> int:
+        """Of a GPT-2 of this size, outside of the embedding."""
+        return 12 * self.layers * self.width**2
+
+    @property
+    def steps(self) -> int:
+        return TOKENS_PER_PARAMETER * self.parameters // (self.rows * CONTEXT)
+
+    def fields(self, part: float = 1.0) -> dict[str, Any]:
+        """Fields of the config of a run, or of one of a part of the length."""
+        steps = round(self.steps * part)
+        return {"model.width": self.width, "model.layers": self.layers, "model.heads": self.width // 64,
+                "model.initial_scale": float(f"{self.width**-0.5:.3g}"), "train.batch_size": self.rows,
+                "train.steps": steps, "train.eval_every": steps // 2, "train.eval_batches": WINDOWS // self.rows,
+                "optimizer.warmup_steps": self.steps // 40, "checkpoint.every_steps": max(1, steps // 4),
+                **({} if part == 1 else {"train.anneal_at": "1"})}
+
+
+RUNGS = {rung.name: rung for rung in (Rung("XS", 64, 4, 3), Rung("S", 128, 8, 3), Rung("M", 256, 16, 1))}
+NOT_RUN = Rung("L", 768, 512, 1)
+"""GPT-2 of 124 million parameters by the same rule."""
+
+PARTS: dict[str, Any] = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "rms", "output_norm": "rms",
+                         "output_gate": "silu"}
+"""The small parts of the recurrences, for softmax."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What has a row: an attention with its options, and the arm of softmax with the same parts."""
+
+    attention: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its mode; of a hybrid, of the last."""
+    baseline: str = "softmax-parts"
+    rungs: tuple[str, ...] = ("XS", "S")
+
+
+ARMS: dict[str, Arm] = {
+    "softmax": Arm("softmax", baseline="softmax"),
+    "softmax-parts": Arm("softmax", PARTS, rungs=("XS", "S", "M")),
+    "softmax-forget": Arm("softmax", PARTS | {"forget_gate": True}),
+    "chunked": Arm("chunked", baseline="softmax"),
+    "gated": Arm("gated"),
+    "gated_delta": Arm("gated_delta", rungs=("XS", "S", "M")),
+    "kda": Arm("kda", rungs=("XS", "S", "M")),
+    "power": Arm("power", baseline="softmax"),
+    "hybrid-kda": Arm("kda,kda,kda,softmax", PARTS, rungs=("XS", "S", "M")),
+}
+_NAME = re.compile(r"(?P<rung>[A-Z]+)(?P<check>_check)?-(?P<arm>.+?)-(?P<rate>\d[\d.]*(e-\d+)?)-seed-(?P<seed>\d+)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a run is in the protocol."""
+
+    rung: str
+    arm: str
+    rate: float
+    seed: int
+    check: bool = False
+    """Whether it tries a rate at S, at a quarter of the length."""
+
+    @classmethod
+    def of(cls, name: str) -> "Place | None":
+        """The place of a run by its name; None for other runs."""
+        found = _NAME.fullmatch(name)
+        return None if found is None or found["rung"] not in RUNGS else cls(
+            found["rung"], found["arm"], float(found["rate"]), int(found["seed"]), found["check"] is not None)
+
+    @property
+    def name(self) -> str:
+        return f"{self.rung}{'_check' * self.check}-{self.arm}-{self.rate:g}-seed-{self.seed}"
+
+    def variation(self) -> Variation:
+        """The run, as sweep.py starts it."""
+        arm, rung = arm_of(self.arm), RUNGS[self.rung]
+        fields = rung.fields(LENGTHS[0] if self.check else 1.0)
+        evaluation = () if self.check else (
+            "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--by-token-class")
+        return Variation(self.name, RECIPE, arm.attention, {
+            **fields, "optimizer.learning_rate": self.rate, "train.seed": self.seed,
+            **mode_fields(arm.attention, **arm.options)}, evaluation=evaluation)
+
+
+def arm_of(name: str) -> Arm:
+    """An arm by its name, or a mode with its own options."""
+    return ARMS.get(name) or Arm(name)
+
+
+def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, float]) -> list[Place]:
+    """The runs of arms at rungs, as far as they follow from the losses of those that are finished.
+
+    At XS the rates are tried with seed 0, then the best is run with the other seeds. At S the rate that is carried over
+    and those around it are tried at a quarter of the length, then the best is run with all seeds. M has one run.
+
+    Raises:
+        ConfigError: there is no such rung, or the rates of one have not been found at the one before.
+    """
+    arms = list(arms)
+    for rung in rungs:
+        if rung not in RUNGS:
+            raise ConfigError(f"rungs: no rung {rung!r} that is run; expected {', '.join(RUNGS)}")
+    found = []
+    for name, rung in RUNGS.items():
+        if name not in rungs:
+            continue
+        here = [arm for arm in arms if name in arm_of(arm).rungs]
+        tried = {arm: _tried(name, arm, losses) for arm in here}
+        found += [place for arm in here for place in tried[arm]]
+        found += [Place(name, arm, rate, seed) for seed in range(rung.seeds) for arm in here
+                  if (rate := best_rate(name, arm, losses)) is not None]
+        if not found:
+            raise ConfigError(f"rungs: {name} follows from the rungs before; run these first, or name them too")
+    return list(dict.fromkeys(found))
+
+
+def best_rate(rung: str, arm: str, losses: Mapping[Place, float]) -> float | None:
+    """The rate of an arm at a rung; None until it has been found."""
+    tried = {place.rate: losses[place] for place in _tried(rung, arm, losses) if place in losses}
+    if rung == "M":
+        before = best_rate("S", arm, losses)
+        return None if before is None else _scaled(before, CARRIED)
+    if len(tried) < len(_tried(rung, arm, losses)) or not tried:
+        return None
+    return min(tried, key=tried.__getitem__)
+
+
+def _tried(rung: str, arm: str, losses: Mapping[Place, float]) -> list[Place]:
+    """The runs that find the rate of an arm at a rung."""
+    if rung == "M":
+        return []
+    if rung == "S":
+        carried = best_rate("XS", arm, losses)
+        return [] if carried is None else [
+            Place(rung, arm, _scaled(carried, CARRIED * factor), 0, check=True) for factor in FACTORS]
+    rates = list(START)
+    while all(Place(rung, arm, rate, 0) in losses for rate in rates):
+        best = min(rates, key=lambda rate: losses[Place(rung, arm, rate, 0)])
+        if best not in (rates[0], rates[-1]):
+            break
+        rates = [_scaled(best, 0.5), *rates] if best == rates[0] else [*rates, _scaled(best, 2.0)]
+    return [Place(rung, arm, rate, 0) for rate in rates]
+
+
+def _scaled(rate: float, factor: float) -> float:
+    return float(f"{rate * factor:g}")
+
+
+def losses_of(runs: Iterable[Run]) -> dict[Place, float]:
+    """The final losses of the finished runs of the protocol; infinite if not finite, as of a run that diverged."""
+    found = {}
+    for run in runs:
+        place, loss = Place.of(run.name), run.final()
+        if place is not None and loss is not None and run.is_finished:
+            found[place] = loss if math.isfinite(loss) else math.inf
+    return found
+
+
+def row_of(arm: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """The file of a row: everything that its figures are made from.
+
+    Args:
+        arm: its name.
+        runs: the runs of the arm, from their folders.
+    """
+    mine = [run for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm]
+    return {"format": FORMAT, "standings": VERSION, "row": arm, "attention": arm_of(arm).attention,
+            "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline,
+            "runs": [_entry(run) for run in mine if run.is_finished]}
+
+
+def _entry(run: Run) -> dict[str, Any]:
+    environment = run.environment
+    evaluated = {entry["context"]: entry for entry in run.evaluations}
+    windows = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
+               for (_, context, checksum), each in run.window_losses.items()}
+    classes = {one["partition"]: {each["class"]: [each["share"], each["loss"]] for each in one["classes"]}
+               for one in evaluated.get(CONTEXT, {}).get("token_classes", ())}
+    command = [str(word) for word in environment.get("command") or ()]
+    if "--run-dir" in command:  # a path of one machine
+        del command[command.index("--run-dir"):command.index("--run-dir") + 2]
+    return {
+        "name": run.name, "config": run.config, "commit": environment.get("commit"), "command": command,
+        "devices": environment.get("devices"), "versions": environment.get("versions"),
+        "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment.get("parameters"),
+        "state_bytes": run.state_bytes, "tokens_per_second": run.train.median_speed,
+        "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
+        "contexts": {str(context): entry["loss"] for context, entry in evaluated.items()}, "windows": windows,
+        "classes": classes}
+
+
+def _lines(points: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+    names = ("step", "tokens", "flops", "train_seconds", "loss", "bits_per_byte")
+    return {name: _rounded(points[name]) for name in names if name in points}
+
+
+def _rounded(values: np.ndarray, digits: int = 15) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values]
+
+
+def problems(row: Mapping[str, Any], expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What keeps a row from being drawn as whole, in sentences; empty if nothing does.
+
+    Args:
+        row: as :func:`row_of` returns it.
+        expected: the fields of the config of each run that this version of the protocol starts, by name.
+    """
+    if row.get("standings") != VERSION:
+        return [f"the row is of standings {row.get('standings')}; expected {VERSION}"]
+    entries = {entry["name"]: entry for entry in row["runs"]}
+    losses = {place: entry["val"]["loss"][-1] for name, entry in entries.items()
+              if (place := Place.of(name)) is not None}
+    found = []
+    for name, entry in entries.items():
+        found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name))]
+    for rung in arm_of(row["row"]).rungs:
+        if best_rate(rung, row["row"], losses) is None:
+            found.append(f"rung {rung} is not finished: its rate has not been found")
+            break
+        missing = [place.name for place in places([row["row"]], [rung], losses) if place not in losses]
+        if missing:
+            found.append(f"rung {rung} is not finished: {', '.join(missing)} missing")
+    if len({entry["corpus_checksum"] for entry in entries.values()}) > 1:
+        found.append("its runs read several corpora")
+    return found
+
+
+def _entry_problems(name: str, entry: Mapping[str, Any], expected: Mapping[str, Any] | None) -> list[str]:
+    if expected is None:
+        return [f"standings {VERSION} has no such run"]
+    found = []
+    if entry["corpus_checksum"] != CORPUS:
+        found.append(f"the corpus has the checksum {entry['corpus_checksum']}; expected that of python-packages, "
+                     f"{CORPUS}")
+    fields = flatten(groups_of(entry["config"]))
+    found += [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
+              if fields.get(each) != value]
+    val, annealed = entry["val"], entry["annealed"]
+    steps = expected["train.steps"]
+    if val["step"][-1] != steps:
+        found.append(f"it ends at step {val['step'][-1]:.0f}; expected {steps}")
+    wanted = [round(steps * part) for part in expected["train.anneal_at"][:-1]]
+    if [*map(int, annealed.get("step", ()))] != wanted:
+        found.append(f"its annealed points are at steps {annealed.get('step', [])}; expected {wanted}")
+    tokens = expected["train.batch_size"] * expected["model.context"]
+    for lines in (val, annealed):
+        if len(set(map(len, lines.values()))) > 1:
+            found.append("its lines are not whole")
+            continue
+        for step, count, loss, bits in zip(*(lines.get(each, ()) for each in (
+                "step", "tokens", "loss", "bits_per_byte")), strict=True):
+            if count != step * tokens:
+                found.append(f"{count:.0f} tokens at step {step:.0f}; expected {step * tokens:.0f}")
+            counted = VAL_TOKENS * loss / math.log(2) / bits
+            if abs(counted - VAL_BYTES) > 0.5:
+                found.append(f"bits per byte at step {step:.0f} count {counted:,.0f} bytes of val; expected "
+                             f"{VAL_BYTES:,}")
+        clock = lines.get("train_seconds", ())
+        if any(after <= before for before, after in itertools.pairwise(clock)) or min(clock, default=1) <= 0:
+            found.append("its clock runs backwards")
+    return found
+
+
+def runs_of(row: Mapping[str, Any]) -> list[Run]:
+    """The runs of a row's file, as those of their folders but for the train lines and the text of the tokens."""
+    return [_run_of(entry) for entry in row["runs"]]
+
+
+def _run_of(entry: Mapping[str, Any]) -> Run:
+    environment = {name: entry[name] for name in ("commit", "command", "devices", "versions", "corpus_checksum",
+                                                  "parameters")}
+    windows = {("python-packages", int(context), one["checksum"]): WindowLosses(
+        np.array(one["loss"]) * int(context), np.full(len(one["loss"]), int(context)))
+        for context, one in entry["windows"].items()}
+    evaluations = [{"corpus": "python-packages", "context": int(context), "loss": loss}
+                   for context, loss in entry["contexts"].items()]
+    return Run(entry["name"], Path(entry["name"]), entry["config"], environment, Curve(), _curve(entry["val"]),
+               evaluations=evaluations, window_losses=windows, annealed=_curve(entry["annealed"]))
+
+
+def _curve(lines: Mapping[str, Sequence[float]]) -> Curve:
+    points = {name: np.array(values) for name, values in lines.items()}
+    return Curve(points, points, len(points["loss"])) if points else Curve()

@@ -1,0 +1,172 @@
+"""The figures and tables of the standings, from runs of the protocol alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from comparison.figures import Axis, Figure, Line, Point, loss_against
+from comparison.paired import paired_difference
+from comparison.runs import Run, group_by
+from comparison.scaling import (
+    LEAST_SIZES,
+    REACH,
+    Fit,
+    Trained,
+    compute_equivalent_gain,
+    fit,
+    trend,
+)
+from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rate, losses_of
+from comparison.statistics import mean_interval
+from comparison.wording import interval_text, number_text, significance
+
+Standing = Mapping[tuple[str, str], Sequence[Run]]
+"""Runs at the best rate, one for each seed, by arm and rung."""
+
+
+def place_of(run: Run) -> Place:
+    found = Place.of(run.name.partition(" at ")[0])
+    assert found is not None, run.name
+    return found
+
+
+def standing(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    """The finished runs at the best rate of their arm and rung, where it has been found."""
+    losses = losses_of(runs)
+    chosen = [run for run in runs if (place := Place.of(run.name)) is not None and place in losses and not place.check
+              and place.rate == best_rate(place.rung, place.arm, losses)]
+    return group_by(chosen, lambda run: (place_of(run).arm, place_of(run).rung))
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    """Loss against compute, a table for each rung, how the differences change with size, and fits."""
+    found = standing(runs)
+    shown = [run for group in found.values() for run in group]
+    if not shown:  # the quick form, or an unfinished search of rates
+        shown = [run for run in runs if Place.of(run.name) is not None]
+    tables = [_rung(rung, found) for rung in RUNGS]
+    return [_against_compute(shown), *(table for table in tables if table.rows), *_trends(found), *_fits(found)]
+
+
+def _against_compute(runs: Sequence[Run]) -> Figure:
+    at = [each for run in runs for each in run.at_lengths() or [run]]
+    return loss_against(at, "train.steps", of=lambda run: float(run.val.points["flops"][-1]), called="FLOPs",
+                        arm=lambda run: place_of(run).arm, log=True,
+                        title="Loss against compute: 5, 10 and 20 tokens a parameter at each size")
+
+
+def difference(a: Sequence[Run], b: Sequence[Run]) -> tuple[float, tuple[float, float] | None] | None:
+    """The loss of a minus that of b, paired by seed and window, with its interval over the seeds."""
+    pair = paired_difference(b, a)
+    return None if pair is None else (pair.mean, pair.interval())
+
+
+def frontier(arm: str, found: Standing) -> dict[float, float]:
+    """The mean loss of an arm at the end of its runs, by their FLOPs."""
+    return {_flops(runs): _loss(runs) for (name, _), runs in found.items() if name == arm}
+
+
+def _loss(runs: Sequence[Run]) -> float:
+    return float(np.mean([run.val.points["loss"][-1] for run in runs]))
+
+
+def _flops(runs: Sequence[Run]) -> float:
+    return float(runs[0].val.points["flops"][-1])
+
+
+def _rung(rung: str, found: Standing) -> Figure:
+    """The table of a rung, sorted by the compute-equivalent gain where it can be read, then by loss."""
+    rows = []
+    for (arm, of_rung), runs in found.items():
+        if of_rung != rung:
+            continue
+        baseline = arm_of(arm).baseline
+        gap = difference(runs, found[baseline, rung]) if baseline != arm and (baseline, rung) in found else None
+        gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
+        interval = mean_interval([float(run.val.points["loss"][-1]) for run in runs])
+        longer = [_at_context(runs, context) for context in LONGER]
+        rows.append((_loss(runs), (
+            arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
+            number_text(_loss(runs)) + ("" if interval is None else f" ({interval_text(interval)})"),
+            number_text(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
+            "–" if gap is None else number_text(gap[0]),
+            "–" if gap is None or gap[1] is None else interval_text(gap[1]),
+            "" if gap is None else significance(*gap),
+            "–" if baseline == arm else "beyond the range" if gain is None else f"{gain:.2f}",
+            *("–" if each is None else number_text(each) for each in longer),
+            f"{runs[0].state_bytes / 1024:,.0f}", str(len(runs)))))
+    return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss", Axis(""), "", (), (
+        "attention", "softmax with the same parts", "parameters", "val loss", "bits per byte", "minus softmax",
+        "95 % interval", "", "compute-equivalent gain",
+        *(f"at {context:,} tokens" for context in LONGER), f"state at {CONTEXT:,}, KiB", "seeds"),
+        tuple(row for _, row in sorted(rows)))
+
+
+def _at_context(runs: Sequence[Run], context: int) -> float | None:
+    """The mean loss at another context, of evaluate.py; None without it."""
+    losses = [entry["loss"] for run in runs for entry in run.evaluations if entry["context"] == context]
+    return float(np.mean(losses)) if losses and None not in losses else None
+
+
+def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:
+    """The loss of an arm minus that of softmax with the same parts, by parameters of the rung and by seed."""
+    by_size: dict[float, dict[Any, float]] = {}
+    for name, rung in RUNGS.items():
+        mine, base = found.get((arm, name)), found.get((arm_of(arm).baseline, name))
+        pair = paired_difference(base, mine) if mine and base else None
+        if pair is not None:
+            by_size[float(rung.parameters)] = dict(zip(pair.seeds, pair.by_seed, strict=True))
+    return by_size
+
+
+def _trends(found: Standing) -> list[Figure]:
+    lines, rows = [], []
+    for arm in dict.fromkeys(arm for arm, _ in found):
+        if arm_of(arm).baseline == arm or not (by_size := gaps(arm, found)):
+            continue
+        points = [Point(size, float(np.mean([*by_seed.values()])), mean_interval([*by_seed.values()]),
+                        tuple(f"{arm} seed {seed}" for seed in by_seed)) for size, by_seed in by_size.items()]
+        lines.append(Line(arm, arm_of(arm).attention, tuple(points)))
+        change = trend(by_size)
+        if change is not None:
+            rows.append((arm, arm_of(arm).baseline, number_text(change.slope),
+                         "–" if change.interval is None else interval_text(change.interval), change.verdict))
+    if not lines:
+        return []
+    return [Figure("gap-against-size", "Loss minus that of softmax with the same parts, by size",
+                   Axis("parameters outside of the embedding", "log"), "difference in val loss (nats per token)",
+                   tuple(lines), ("attention", "softmax with the same parts", "change for ten times the parameters",
+                                  "95 % interval", ""), tuple(rows), zero=True)]
+
+
+def trained(runs: Sequence[Run]) -> list[Trained]:
+    """Runs as points of a fit: every length against its FLOPs."""
+    found = []
+    for run in runs:
+        lengths = run.lengths
+        windows = next((each.loss_N / each.tokens_N for (_, context, _), each in run.window_losses.items()
+                        if context == CONTEXT), np.empty(0))
+        found.append(Trained(place_of(run).rung, run.seed, lengths["flops"], lengths["loss"], windows))
+    return found
+
+
+def fits(found: Standing) -> dict[str, Fit]:
+    """A fit for each arm with three sizes."""
+    by_arm: dict[str, list[Run]] = {}
+    for (arm, _), runs in found.items():
+        by_arm.setdefault(arm, []).extend(runs)
+    return {arm: fit(trained(runs)) for arm, runs in by_arm.items()
+            if len({place_of(run).rung for run in runs}) >= LEAST_SIZES}
+
+
+def _fits(found: Standing) -> list[Figure]:
+    rows = []
+    for arm, law in fits(found).items():
+        beyond = REACH * law.measured[1]
+        rows.append((arm, number_text(law.law.floor), f"{law.law.exponent:.3f}",
+                     number_text(float(np.abs(law.residuals_P).max())), f"{law.measured[1]:.2g}",
+                     f"{number_text(float(law.law(beyond)))} ({interval_text(law.band(beyond))})"))
+    return [Figure("fits", "Power laws of loss against FLOPs", Axis(""), "", (), (
+        "attention", "floor", "exponent", "largest residual", "largest FLOPs measured",
+        f"extrapolated to {REACH} times"), tuple(rows))] if rows else []

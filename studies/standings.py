@@ -1,0 +1,34 @@
+"""Standings S1: which attention has the lower loss for the compute?
+
+    python sweep.py studies/standings.py --out runs/s1 --quick
+    python sweep.py studies/standings.py --out runs/s1 --rows kda --rungs XS,S
+    python sweep.py studies/standings.py --out runs/s1
+
+docs/standings.md has the protocol: models of three sizes on Python code, each at its best learning rate, with seeds.
+``--rows`` takes arms of comparison/standings.py, or modes; ``--rungs`` the sizes. Rates are searched first, and the
+other runs follow from them. The quick form has 60 steps of XS for three arms, which says nothing but that they run.
+"""
+
+from collections.abc import Sequence
+
+from comparison import standings, standings_figures
+from comparison.figures import Figure
+from comparison.runs import Run
+from comparison.standings import ARMS, RUNGS, Place
+from comparison.study import Variation
+
+QUICK = ("softmax-parts", "gated_delta", "kda")
+QUICK_FIELDS = {"train.steps": 60, "train.eval_every": 30, "train.eval_batches": 8, "optimizer.warmup_steps": 6}
+
+
+def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str] | None = None,
+             finished: Sequence[Run] = ()) -> list[Variation]:
+    if quick:
+        runs = [Place("XS", arm, standings.START[1], 0).variation() for arm in rows or QUICK]
+        return [Variation(run.name, run.recipe, run.attention, {**run.fields, **QUICK_FIELDS}) for run in runs]
+    return [place.variation() for place in standings.places(rows or ARMS, rungs or [*RUNGS],
+                                                            standings.losses_of(finished))]
+
+
+def figures(runs: Sequence[Run]) -> Sequence[Figure]:
+    return standings_figures.figures(runs)

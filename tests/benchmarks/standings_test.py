@@ -1,0 +1,108 @@
+"""Rows of the standings: what is refused, and that tables are made from files alone."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import standings as command
+from comparison import standings
+from models.attention import gated
+from support.files import read_json
+from tests.comparison.standings_runs import all_runs
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    """The row of gated_delta, at all rungs."""
+    return standings.row_of("gated_delta", all_runs(("gated_delta",)))
+
+
+@pytest.fixture
+def row(whole) -> dict[str, Any]:
+    return copy.deepcopy(whole)
+
+
+def entry(row: dict[str, Any], name: str = "S-gated_delta-0.004-seed-1") -> dict[str, Any]:
+    return next(each for each in row["runs"] if each["name"] == name)
+
+
+def test_a_whole_row_is_accepted(row):
+    assert command.problems(row) == []
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda row: row.update(standings="S2"), "the row is of standings S2; expected S1"),
+    (lambda row: entry(row).update(corpus_checksum="ab"), "the corpus has the checksum ab"),
+    (lambda row: row["runs"].remove(entry(row)), "rung S is not finished: S-gated_delta-0.004-seed-1 missing"),
+    (lambda row: row["runs"].remove(entry(row, "M-gated_delta-0.002-seed-0")), "rung M is not finished"),
+    (lambda row: row["runs"].remove(entry(row, "XS-gated_delta-0.004-seed-0")), "its rate has not been found"),
+    (lambda row: entry(row)["config"]["model"].update(width=192), "model.width is 192; expected 128"),
+    (lambda row: entry(row)["config"]["optimizer"].update(weight_decay=0.0), "weight_decay is 0.0; expected 0.1"),
+    (lambda row: entry(row)["config"]["model"]["modes"]["gated_delta"].update(write_range=2), "write_range is 2"),
+    (lambda row: entry(row)["val"]["step"].__setitem__(-1, 1919), "ends at step 1919; expected 1920"),
+    (lambda row: entry(row)["annealed"]["step"].pop(), "its annealed points are at steps"),
+    (lambda row: entry(row)["val"]["tokens"].__setitem__(-1, 10), "10 tokens at step 1920; expected 15728640"),
+    (lambda row: entry(row)["annealed"]["train_seconds"].reverse(), "its clock runs backwards"),
+    (lambda row: entry(row).update(name="S-gated_delta-0.004-seed-7") or entry(
+        row, "S-gated_delta-0.004-seed-7")["config"]["train"].update(seed=7), "seed-1 missing"),
+    (lambda row: entry(row).update(name="other"), "other: standings S1 has no such run"),
+])
+def test_what_is_refused(row, change, message):
+    change(row)
+    assert message in "; ".join(command.problems(row))
+
+
+def test_a_byte_counted_twice_is_found(row):
+    bits = entry(row)["val"]["bits_per_byte"]
+    bits[-1] *= standings.VAL_BYTES / (standings.VAL_BYTES + 1)
+    assert "count 1,563,818 bytes of val; expected 1,563,817" in "; ".join(command.problems(row))
+
+
+def test_an_attention_that_sees_one_token_ahead_is_found(monkeypatch):
+    honest = gated.Attention.mix
+
+    def leak(self, q_BTHD, k_BTHD, v_BTHD, **others):
+        ahead_BTHD = jnp.concatenate([v_BTHD[:, 1:], v_BTHD[:, :1]], axis=1)
+        return honest(self, q_BTHD, k_BTHD, v_BTHD, **others) + 0.01 * ahead_BTHD
+
+    row = standings.row_of("gated", all_runs(("gated",)))
+    command.prefix_difference.cache_clear()
+    assert command.problems(row) == []
+    monkeypatch.setattr(gated.Attention, "mix", leak)
+    command.prefix_difference.cache_clear()
+    assert "its attention sees later tokens" in "; ".join(command.problems(row))
+    command.prefix_difference.cache_clear()
+
+
+def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "FOLDER", tmp_path / "S1")
+    given = tmp_path / "theirs.json"
+    given.write_text(json.dumps(row))
+    assert command.main(["--check", str(given)]) == 0
+    assert read_json(tmp_path / "S1" / "gated_delta.json") is not None
+    assert "gated_delta" in (tmp_path / "S1" / "figures" / "figures.md").read_text()
+    row["runs"].pop()
+    given.write_text(json.dumps(row))
+    (tmp_path / "S1" / "gated_delta.json").unlink()
+    assert command.main(["--check", str(given)]) == 1
+    assert "gated_delta: rung M is not finished" in capsys.readouterr().err
+    assert not (tmp_path / "S1" / "gated_delta.json").exists()
+    given.write_text("{}")
+    assert command.main(["--check", str(given)]) == 1
+    assert "not a row of the standings" in capsys.readouterr().err
+    assert command.main(["--add", str(tmp_path)]) == 2
+    assert "no finished runs" in capsys.readouterr().err
+
+
+def test_the_committed_figures_are_those_of_the_committed_rows(tmp_path: Path):
+    if not list(command.FOLDER.glob("*.json")):
+        pytest.skip("no rows yet")
+    for path in command.FOLDER.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    command.draw(tmp_path)
+    for name in ("figures.json", "figures.md"):
+        assert (tmp_path / "figures" / name).read_text() == (command.FOLDER / "figures" / name).read_text()

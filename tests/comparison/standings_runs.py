@@ -1,0 +1,68 @@
+"""Runs of the standings' protocol, made by a formula."""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.standings import LOAD
+from comparison import standings
+from comparison.curves import Curve
+from comparison.runs import Run
+from comparison.standings import RUNGS, Place
+from training.cli import DataFlags, parse_command_line
+from training.window_losses import WindowLosses
+
+BEST = {"softmax": 0.016, "softmax-parts": 0.008, "gated_delta": 0.008, "kda": 0.008,
+        "gated": 0.008}
+"""The best rate at XS by arm."""
+WORSE = {"softmax": 0.3, "softmax-parts": 0.0, "gated_delta": -0.05, "kda": 0.1, "gated": 0.1}
+"""What is added to the loss of each arm; for kda less at larger sizes."""
+
+
+@cache
+def config_of(place: Place) -> dict[str, Any]:
+    return parse_command_line(place.variation().flags(), DataFlags, LOAD, prog="train.py", usage="",
+                              own_flags="").config.to_dict()
+
+
+def loss_of(place: Place, flops: float) -> float:
+    """Nats per token: a power law of the compute, worse for other rates than the best."""
+    worse = WORSE[place.arm] * (RUNGS[place.rung].width / 64) ** (-1 if place.arm == "kda" else 0)
+    best = BEST[place.arm] * 64 / RUNGS[place.rung].width
+    return 1 + 40 * flops**-0.15 + worse + 0.02 * math.log2(place.rate / best) ** 2 + 0.003 * math.sin(
+        7 * place.seed + len(place.arm))
+
+
+def run_of(place: Place) -> Run:
+    config, rung = config_of(place), RUNGS[place.rung]
+    steps, tokens = config["train"]["steps"], rung.rows * standings.CONTEXT
+    ends = np.array([round(steps * part) for part in config["train"]["anneal_at"]], float)
+    flops = ends * tokens * 6.0 * rung.parameters
+    loss = np.array([loss_of(place, each) for each in flops])
+    lines = {"step": ends, "tokens": ends * tokens, "flops": flops, "train_seconds": ends * 0.1, "loss": loss,
+             "bits_per_byte": loss / math.log(2) * standings.VAL_TOKENS / standings.VAL_BYTES}
+    end, before = ({name: values[part] for name, values in lines.items()} for part in (slice(-1, None), slice(0, -1)))
+    windows = loss[-1] + 0.2 * np.sin(np.arange(standings.WINDOWS))
+    tokens_N = np.full(standings.WINDOWS, standings.CONTEXT)
+    return Run(place.name, Path(place.name), config, {
+        "corpus_checksum": standings.CORPUS, "parameters": rung.parameters + 257 * rung.width, "commit": "c0ffee",
+        "devices": ["cpu"], "versions": {"jax": "0"}, "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
+        Curve(), Curve(end, end, 1), evaluations=[{"corpus": "c", "context": context, "loss": float(loss[-1])}
+                                                   for context in (standings.CONTEXT, *standings.LONGER)],
+        window_losses={("c", standings.CONTEXT, "ab"): WindowLosses(windows * tokens_N, tokens_N)},
+        annealed=Curve(before, before, len(ends) - 1) if len(ends) > 1 else Curve())
+
+
+def all_runs(arms: Mapping[str, Any] | tuple[str, ...], rungs: tuple[str, ...] = ("XS", "S", "M")) -> list[Run]:
+    """Every run of some arms, as they follow from each other."""
+    runs: list[Run] = []
+    while True:
+        losses = standings.losses_of(runs)
+        found = [place for place in standings.places(arms, rungs, losses) if place not in losses]
+        if not found:
+            return runs
+        runs += [run_of(place) for place in found]

@@ -1,0 +1,116 @@
+"""The protocol of the standings: its sizes, its runs and its figures."""
+
+import pytest
+
+from comparison import standings
+from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
+from comparison.standings_figures import figures, fits, gaps, standing
+from support.errors import ConfigError
+from tests.comparison.standings_runs import BEST, all_runs, run_of
+
+pytestmark = pytest.mark.fast
+
+
+def names(found: list[Place]) -> list[str]:
+    return [place.name for place in found]
+
+
+def test_the_ladder():
+    assert [(rung.parameters, rung.layers, rung.steps) for rung in RUNGS.values()] == [
+        (196_608, 4, 960), (786_432, 4, 1920), (3_145_728, 4, 3840)]
+    assert (NOT_RUN.layers, NOT_RUN.parameters) == (12, 84_934_656)
+    for rung in RUNGS.values():
+        assert rung.steps * rung.rows * standings.CONTEXT == 20 * rung.parameters
+
+
+def test_names_are_places():
+    for place in (Place("XS", "softmax-parts", 0.004, 2), Place("S", "kda", 1e-5, 0, check=True)):
+        assert Place.of(place.name) == place
+    assert Place.of("Q-kda-0.1-seed-0") is None
+    assert Place.of("code-kda-0.004") is None
+
+
+def test_rates_are_searched_until_the_best_is_inside_then_come_the_seeds():
+    losses: dict[Place, float] = {}
+    first = places(["kda"], ["XS"], losses)
+    assert names(first) == [f"XS-kda-{rate}-seed-0" for rate in (0.004, 0.008, 0.016)]
+    losses = dict(zip(first, (2.0, 1.8, 1.7), strict=True))
+    assert best_rate("XS", "kda", losses) is None
+    more = [place for place in places(["kda"], ["XS"], losses) if place not in losses]
+    assert names(more) == ["XS-kda-0.032-seed-0"]
+    losses[more[0]] = 1.75
+    assert best_rate("XS", "kda", losses) == 0.016
+    assert names([place for place in places(["kda"], ["XS"], losses) if place not in losses]) == [
+        "XS-kda-0.016-seed-1", "XS-kda-0.016-seed-2"]
+    losses[Place("XS", "kda", 0.008, 0)] = 1.6
+    assert best_rate("XS", "kda", losses) == 0.008
+
+
+def test_a_run_that_diverged_has_no_best_rate():
+    losses = dict(zip(places(["kda"], ["XS"], {}), (1.8, 1.7, float("inf")), strict=True))
+    assert best_rate("XS", "kda", losses) == 0.008
+
+
+def test_larger_sizes_follow_with_carried_rates():
+    runs = all_runs(("kda",))
+    found = [run.name for run in runs if not run.name.startswith("XS")]
+    assert found == ["S_check-kda-0.002-seed-0", "S_check-kda-0.004-seed-0", "S_check-kda-0.008-seed-0",
+                     *(f"S-kda-0.004-seed-{seed}" for seed in range(3)), "M-kda-0.002-seed-0"]
+    assert names(places(["kda"], ["M"], losses_of(runs))) == ["M-kda-0.002-seed-0"]
+
+
+@pytest.mark.parametrize(("rungs", "message"), [
+    (["L"], "no rung 'L' that is run; expected XS, S, M"), (["S"], "S follows from the rungs before")])
+def test_rungs_that_cannot_be_run(rungs, message):
+    with pytest.raises(ConfigError, match=message):
+        places(["kda"], rungs, {})
+
+
+def test_only_runs_at_the_best_rate_stand():
+    found = standing(all_runs(("kda",)))
+    assert {key: [run.seed for run in runs] for key, runs in found.items()} == {
+        ("kda", "XS"): [0, 1, 2], ("kda", "S"): [0, 1, 2], ("kda", "M"): [0]}
+    assert {run.config["optimizer"]["learning_rate"] for run in found["kda", "XS"]} == {BEST["kda"]}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list:
+    return all_runs(("softmax-parts", "gated_delta", "kda"))
+
+
+def test_differences_gains_and_trends(runs):
+    found = {figure.name: figure for figure in figures(runs)}
+    assert list(found) == ["loss-against-FLOPs", "rung-XS", "rung-S", "rung-M", "gap-against-size", "fits"]
+    rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
+    assert list(rows) == ["gated_delta", "softmax-parts", "kda"]  # sorted by loss
+    assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
+    assert float(rows["gated_delta"]["compute-equivalent gain"]) > 1
+    assert float(rows["kda"]["compute-equivalent gain"]) < 1
+    assert rows["softmax-parts"]["compute-equivalent gain"] == "–"
+    largest = {row[0]: dict(zip(found["rung-M"].headings, row, strict=True)) for row in found["rung-M"].rows}
+    assert largest["gated_delta"]["compute-equivalent gain"] == "beyond the range"
+    verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
+    assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
+    by_size = gaps("kda", standing(runs))
+    assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
+
+
+def test_fits_need_three_sizes(runs):
+    found = fits(standing(runs))
+    assert set(found) == {"softmax-parts", "gated_delta", "kda"}
+    assert found["softmax-parts"].law.exponent == pytest.approx(0.15, abs=0.03)
+    two = [run for run in runs if not run.name.startswith("M")]
+    assert fits(standing(two)) == {}
+    assert "fits" not in {figure.name for figure in figures(two)}
+
+
+def test_a_row_keeps_all_that_the_figures_need(runs):
+    again = [run for arm in ("softmax-parts", "gated_delta", "kda")
+             for run in standings.runs_of(standings.row_of(arm, runs))]
+    assert [(figure.name, figure.rows) for figure in figures(again)] == [
+        (figure.name, figure.rows) for figure in figures(runs)]
+
+
+def test_a_row_has_no_path_of_a_machine():
+    row = standings.row_of("kda", [run_of(Place("XS", "kda", 0.008, 0))])
+    assert row["runs"][0]["command"] == ["train.py", "--x"]
