@@ -39,10 +39,11 @@ from training.cli import DataFlags, load_config, parse_command_line
 from training.step import make_model
 
 FOLDER = Path(__file__).parent / "results" / "standings" / standings.VERSION
+SPEEDS = "speeds.json"
+"""File of benchmarks.standings_speeds."""
 FREE = ("mesh", "checkpoint", "logging", "data.dir", "data.verify", "train.accumulate", "train.rows_per_device",
         "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
 """Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss."""
-LOAD = partial(load_config, Config)
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -56,10 +57,15 @@ class Options:
 
 
 @cache
+def protocol_config(place: Place) -> Config:
+    """The config of a run of the protocol."""
+    return parse_command_line(place.variation().flags(), DataFlags, partial(load_config, Config), prog="train.py",
+                              usage="", own_flags="").config
+
+
 def expected_fields(place: Place) -> dict[str, Any]:
-    """The fields of the config of a run of the protocol."""
-    line = parse_command_line(place.variation().flags(), DataFlags, LOAD, prog="train.py", usage="", own_flags="")
-    fields = flatten(groups_of(line.config.to_dict()))
+    """The fields of the config of a run of the protocol that a row must have."""
+    fields = flatten(groups_of(protocol_config(place).to_dict()))
     return {name: value for name, value in fields.items()
             if not any(name == free or name.startswith(f"{free}.") for free in FREE)}
 
@@ -111,15 +117,26 @@ def read_row(path: Path) -> dict[str, Any]:
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     """The rows of the standings by their arm, in the order of the protocol."""
-    rows = {row["row"]: row for path in sorted(folder.glob("*.json")) if (row := read_row(path))}
+    rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - {folder / SPEEDS})}
     order = {arm: number for number, arm in enumerate(standings.ARMS)}
-    return dict(sorted(rows.items(), key=lambda item: order.get(item[0], len(order))))
+    return dict(sorted(rows.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+
+
+def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
+    """Tokens a second by arm, rung, ``context`` or ``position``, and its value; empty without ``SPEEDS``."""
+    if not (folder / SPEEDS).is_file():
+        return {}
+    return {(row["mode"], row["rung"], kind, row[kind]): row["tokens_per_second"]
+            for row in json_files.read(folder / SPEEDS, dict[str, Any])["rows"] for kind in ("context", "position")
+            if row[kind] is not None and row["tokens_per_second"] is not None}
 
 
 def draw(folder: Path) -> list[Path]:
     """Figures and tables of all rows of a folder, from their files alone."""
     runs: list[Run] = [run for row in rows_of(folder).values() for run in standings.runs_of(row)]
-    return write_figures(standings_figures.figures(runs), folder / "figures") if runs else []
+    if not runs:
+        return []
+    return write_figures(standings_figures.figures(runs, read_speeds(folder)), folder / "figures")
 
 
 def add(rows: Sequence[dict[str, Any]], folder: Path) -> list[str]:

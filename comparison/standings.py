@@ -31,7 +31,7 @@ CONTEXT = 1024
 LENGTHS = (0.25, 0.5, 1.0)
 """Parts of a run at which it is annealed: 5, 10 and 20 tokens a parameter."""
 TOKENS_PER_PARAMETER = 20
-WINDOWS = 256
+WINDOWS = 128
 """Val windows of ``CONTEXT`` tokens in an evaluation."""
 LONGER = (4096, 16384)
 """Longer contexts at which runs are evaluated."""
@@ -137,7 +137,7 @@ class Place:
         arm, rung = arm_of(self.arm), RUNGS[self.rung]
         fields = rung.fields(LENGTHS[0] if self.check else 1.0)
         evaluation = () if self.check else (
-            "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--by-token-class")
+            "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--windows", "", "--by-token-class")
         return Variation(self.name, RECIPE, arm.attention, {
             **fields, "optimizer.learning_rate": self.rate, "train.seed": self.seed,
             **mode_fields(arm.attention, **arm.options)}, evaluation=evaluation)

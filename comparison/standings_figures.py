@@ -21,6 +21,8 @@ from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rat
 from comparison.statistics import mean_interval
 from comparison.wording import interval_text, number_text, significance
 
+Speeds = Mapping[tuple[str, str, str, int], float]
+"""Tokens a second by arm, rung, ``context`` (of training) or ``position`` (of sampling), and its value."""
 Standing = Mapping[tuple[str, str], Sequence[Run]]
 """Runs at the best rate, one for each seed, by arm and rung."""
 
@@ -39,14 +41,19 @@ def standing(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
     return group_by(chosen, lambda run: (place_of(run).arm, place_of(run).rung))
 
 
-def figures(runs: Sequence[Run]) -> list[Figure]:
-    """Loss against compute, a table for each rung, how the differences change with size, and fits."""
-    found = standing(runs)
+def figures(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Figure]:
+    """Loss against compute, a table for each rung, how the differences change with size, fits, and costs.
+
+    Args:
+        runs: of the protocol.
+        speeds: tokens a second, for the gains in time.
+    """
+    found, speeds = standing(runs), speeds or {}
     shown = [run for group in found.values() for run in group]
     if not shown:  # the quick form, or an unfinished search of rates
         shown = [run for run in runs if Place.of(run.name) is not None]
-    tables = [_rung(rung, found) for rung in RUNGS]
-    return [_against_compute(shown), *(table for table in tables if table.rows), *_trends(found), *_fits(found)]
+    tables = [_rung(rung, found, speeds) for rung in RUNGS] + [_costs(speeds)]
+    return [_against_compute(shown), *_trends(found), *_fits(found), *(table for table in tables if table.rows)]
 
 
 def _against_compute(runs: Sequence[Run]) -> Figure:
@@ -67,6 +74,42 @@ def frontier(arm: str, found: Standing) -> dict[float, float]:
     return {_flops(runs): _loss(runs) for (name, _), runs in found.items() if name == arm}
 
 
+def _seconds(arm: str, rung: str, tokens: float, speeds: Speeds) -> float | None:
+    """Seconds of training without other load; None if the speed is unknown."""
+    speed = speeds.get((arm, rung, "context", CONTEXT))
+    return None if speed is None else tokens / speed
+
+
+def _gain_in_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> float | None:
+    """How many times its seconds softmax needs for the loss of an arm."""
+    base: dict[float, float] = {}
+    for (name, of_rung), runs in found.items():
+        if name == arm_of(arm).baseline and (at := _seconds(name, of_rung, _tokens(runs), speeds)) is not None:
+            base[at] = _loss(runs)
+    mine = _seconds(arm, rung, _tokens(found[arm, rung]), speeds)
+    return None if mine is None else compute_equivalent_gain(mine, _loss(found[arm, rung]), base)
+
+
+def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> float | None:
+    """The loss of an arm when softmax with the same parts ends, between annealed points linear in the logarithm of the
+    time; None outside of its lengths."""
+    baseline = arm_of(arm).baseline
+    if (baseline, rung) not in found:
+        return None
+    end = _seconds(baseline, rung, _tokens(found[baseline, rung]), speeds)
+    runs = found[arm, rung]
+    at = [seconds for tokens in runs[0].lengths["tokens"]
+          if (seconds := _seconds(arm, rung, tokens, speeds)) is not None]
+    if end is None or not at or not at[0] <= end <= at[-1]:
+        return None
+    loss = np.mean([run.lengths["loss"] for run in runs], axis=0)
+    return float(np.interp(np.log(end), np.log(at), loss))
+
+
+def _tokens(runs: Sequence[Run]) -> float:
+    return float(runs[0].val.points["tokens"][-1])
+
+
 def _loss(runs: Sequence[Run]) -> float:
     return float(np.mean([run.val.points["loss"][-1] for run in runs]))
 
@@ -75,8 +118,8 @@ def _flops(runs: Sequence[Run]) -> float:
     return float(runs[0].val.points["flops"][-1])
 
 
-def _rung(rung: str, found: Standing) -> Figure:
-    """The table of a rung, sorted by the compute-equivalent gain where it can be read, then by loss."""
+def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
+    """The table of a rung, sorted by loss."""
     rows = []
     for (arm, of_rung), runs in found.items():
         if of_rung != rung:
@@ -93,14 +136,32 @@ def _rung(rung: str, found: Standing) -> Figure:
             "–" if gap is None else number_text(gap[0]),
             "–" if gap is None or gap[1] is None else interval_text(gap[1]),
             "" if gap is None else significance(*gap),
-            "–" if baseline == arm else "beyond the range" if gain is None else f"{gain:.2f}",
+            _gain(arm, gain), _gain(arm, _gain_in_time(arm, rung, found, speeds)) if speeds else "–",
+            "–" if (equal := _at_equal_time(arm, rung, found, speeds)) is None else number_text(equal),
             *("–" if each is None else number_text(each) for each in longer),
             f"{runs[0].state_bytes / 1024:,.0f}", str(len(runs)))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss", Axis(""), "", (), (
         "attention", "softmax with the same parts", "parameters", "val loss", "bits per byte", "minus softmax",
-        "95 % interval", "", "compute-equivalent gain",
+        "95 % interval", "", "gain in FLOPs", "gain in seconds", "loss at softmax's time",
         *(f"at {context:,} tokens" for context in LONGER), f"state at {CONTEXT:,}, KiB", "seeds"),
         tuple(row for _, row in sorted(rows)))
+
+
+def _gain(arm: str, gain: float | None) -> str:
+    return "–" if arm_of(arm).baseline == arm else "beyond the range" if gain is None else f"{gain:.2f}"
+
+
+def _costs(speeds: Speeds) -> Figure:
+    """Tokens a second of training and milliseconds a sampled token, by arm and rung."""
+    columns = sorted({(kind, value) for _, _, kind, value in speeds})
+    rows = []
+    for arm, rung in dict.fromkeys((arm, rung) for arm, rung, *_ in speeds):
+        cells = [speeds.get((arm, rung, kind, value)) for kind, value in columns]
+        rows.append((rung, arm, *("–" if cell is None else f"{cell:,.0f}" if kind == "context" else f"{1e3 / cell:.3f}"
+                                  for (kind, _), cell in zip(columns, cells, strict=True))))
+    headings = [f"training at {value:,}, tokens/s" if kind == "context" else f"a token after {value:,}, ms"
+                for kind, value in columns]
+    return Figure("costs", "Speed without other load", Axis(""), "", (), ("rung", "attention", *headings), tuple(rows))
 
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:

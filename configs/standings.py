@@ -19,6 +19,6 @@ def get_config(attention: str = "softmax") -> Config:
         data=DataConfig(source="python-packages"),
         optimizer=OptimizerConfig(learning_rate=8e-3, schedule="wsd", warmup_steps=24, decay_fraction=0.2,
                                   final_fraction=0.05, weight_decay=0.1, beta2=0.95),
-        train=TrainConfig(steps=960, anneal_at=(0.25, 0.5, 1.0), batch_size=4, eval_every=480, eval_batches=64),
+        train=TrainConfig(steps=960, anneal_at=(0.25, 0.5, 1.0), batch_size=4, eval_every=480, eval_batches=32),
         checkpoint=CheckpointConfig(every_steps=240),
     )

@@ -119,6 +119,8 @@ def test_a_switch_may_have_a_value(words, on, others):
     ("sampling --peer nanogpt", "peer nanogpt transformers"),
     ("sampling --recipe r.py --sizes 124M", "recipe sizes"),
     ("sampling --picture sampling.txt", "picture sampling.txt .png"),
+    ("standings_speeds --rungs L", "rungs L XS"),
+    ("standings_speeds --arms kad", "kad kda"),
     ("endless --positions learned", "positions learned rotary"),
     ("headline --minutes -1", "minutes -1 0"),
     ("headline --context 64 --model.width 16 --model.heads 3", "model.heads 3 model.width 16"),

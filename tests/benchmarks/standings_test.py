@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import standings as command
+from benchmarks import standings_speeds
 from comparison import standings
 from models.attention import gated
 from support.files import read_json
@@ -98,10 +99,21 @@ def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, ca
     assert "no finished runs" in capsys.readouterr().err
 
 
+def test_speeds_are_measured_for_each_arm_and_drawn(row, tmp_path: Path):
+    (tmp_path / "gated_delta.json").write_text(json.dumps(row))
+    assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",
+                                  "--repeats", "1", "--json", str(tmp_path / command.SPEEDS)]) == 0
+    speeds = command.read_speeds(tmp_path)
+    assert list(speeds) == [("gated_delta", "XS", "context", 64), ("gated_delta", "XS", "position", 8)]
+    assert min(speeds.values()) > 0
+    command.draw(tmp_path)
+    assert "a token after 8, ms" in (tmp_path / "figures" / "figures.md").read_text()
+
+
 def test_the_committed_figures_are_those_of_the_committed_rows(tmp_path: Path):
     if not list(command.FOLDER.glob("*.json")):
         pytest.skip("no rows yet")
-    for path in command.FOLDER.glob("*.json"):
+    for path in command.FOLDER.glob("*.json"):  # speeds.json too
         (tmp_path / path.name).write_bytes(path.read_bytes())
     command.draw(tmp_path)
     for name in ("figures.json", "figures.md"):

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.standings import LOAD
+from benchmarks.standings import protocol_config
 from comparison import standings
 from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import RUNGS, Place
-from training.cli import DataFlags, parse_command_line
 from training.window_losses import WindowLosses
 
 BEST = {"softmax": 0.016, "softmax-parts": 0.008, "gated_delta": 0.008, "kda": 0.008,
@@ -21,12 +19,6 @@ BEST = {"softmax": 0.016, "softmax-parts": 0.008, "gated_delta": 0.008, "kda": 0
 """The best rate at XS by arm."""
 WORSE = {"softmax": 0.3, "softmax-parts": 0.0, "gated_delta": -0.05, "kda": 0.1, "gated": 0.1}
 """What is added to the loss of each arm; for kda less at larger sizes."""
-
-
-@cache
-def config_of(place: Place) -> dict[str, Any]:
-    return parse_command_line(place.variation().flags(), DataFlags, LOAD, prog="train.py", usage="",
-                              own_flags="").config.to_dict()
 
 
 def loss_of(place: Place, flops: float) -> float:
@@ -38,7 +30,7 @@ def loss_of(place: Place, flops: float) -> float:
 
 
 def run_of(place: Place) -> Run:
-    config, rung = config_of(place), RUNGS[place.rung]
+    config, rung = protocol_config(place).to_dict(), RUNGS[place.rung]
     steps, tokens = config["train"]["steps"], rung.rows * standings.CONTEXT
     ends = np.array([round(steps * part) for part in config["train"]["anneal_at"]], float)
     flops = ends * tokens * 6.0 * rung.parameters

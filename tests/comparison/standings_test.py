@@ -80,19 +80,37 @@ def runs() -> list:
 
 def test_differences_gains_and_trends(runs):
     found = {figure.name: figure for figure in figures(runs)}
-    assert list(found) == ["loss-against-FLOPs", "rung-XS", "rung-S", "rung-M", "gap-against-size", "fits"]
+    assert list(found) == ["loss-against-FLOPs", "gap-against-size", "fits", "rung-XS", "rung-S", "rung-M"]
     rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]  # sorted by loss
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
-    assert float(rows["gated_delta"]["compute-equivalent gain"]) > 1
-    assert float(rows["kda"]["compute-equivalent gain"]) < 1
-    assert rows["softmax-parts"]["compute-equivalent gain"] == "–"
+    assert float(rows["gated_delta"]["gain in FLOPs"]) > 1
+    assert float(rows["kda"]["gain in FLOPs"]) < 1
+    assert rows["softmax-parts"]["gain in FLOPs"] == "–"
     largest = {row[0]: dict(zip(found["rung-M"].headings, row, strict=True)) for row in found["rung-M"].rows}
-    assert largest["gated_delta"]["compute-equivalent gain"] == "beyond the range"
+    assert largest["gated_delta"]["gain in FLOPs"] == "beyond the range"
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
     by_size = gaps("kda", standing(runs))
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
+
+
+def test_gains_in_time_are_by_speeds_without_load(runs):
+    speeds = {(arm, rung, "context", 1024): speed / RUNGS[rung].parameters for arm, speed in (
+        ("softmax-parts", 1e9), ("gated_delta", 5e8), ("kda", 2e9)) for rung in RUNGS}
+    speeds |= {("kda", "XS", "position", 128): 500.0}
+    found = {figure.name: figure for figure in figures(runs, speeds)}
+    rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
+    for arm, factor in (("gated_delta", 0.5), ("kda", 2.0)):
+        in_flops, in_seconds = (float(rows[arm][f"gain in {unit}"]) for unit in ("FLOPs", "seconds"))
+        assert in_seconds == pytest.approx(factor * in_flops, rel=0.02)
+    # kda ends in half of softmax's time; gated_delta is at half of its run then, at its annealed point.
+    assert rows["kda"]["loss at softmax's time"] == "–"
+    half = [run.lengths["loss"][1] for run in standing(runs)["gated_delta", "S"]]
+    assert float(rows["gated_delta"]["loss at softmax's time"]) == pytest.approx(sum(half) / 3, abs=1e-3)
+    costs = {row[:2]: row[2:] for row in found["costs"].rows}
+    assert costs["XS", "kda"] == ("10,173", "2.000")
+    assert costs["S", "kda"] == ("2,543", "–")
 
 
 def test_fits_need_three_sizes(runs):
