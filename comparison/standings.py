@@ -232,11 +232,11 @@ def row_of(arm: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 def _entry(run: Run) -> dict[str, Any]:
     environment = run.environment
-    evaluated = {entry["context"]: entry for entry in run.evaluations}
+    evaluations = [{"context": one["context"], "loss": one["loss"]} | (
+        {"token_classes": one["token_classes"]} if one["context"] == CONTEXT and "token_classes" in one else {})
+        for one in run.evaluations]
     windows = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
                for (_, context, checksum), each in run.window_losses.items()}
-    classes = {one["partition"]: {each["class"]: [each["share"], each["loss"]] for each in one["classes"]}
-               for one in evaluated.get(CONTEXT, {}).get("token_classes", ())}
     command = [str(word) for word in environment.get("command") or ()]
     if "--run-dir" in command:  # a path of one machine
         del command[command.index("--run-dir"):command.index("--run-dir") + 2]
@@ -246,8 +246,7 @@ def _entry(run: Run) -> dict[str, Any]:
         "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment.get("parameters"),
         "state_bytes": run.state_bytes, "tokens_per_second": run.train.median_speed,
         "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
-        "contexts": {str(context): entry["loss"] for context, entry in evaluated.items()}, "windows": windows,
-        "classes": classes}
+        "evaluations": evaluations, "windows": windows}
 
 
 def _lines(points: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
@@ -333,8 +332,7 @@ def _run_of(entry: Mapping[str, Any]) -> Run:
     windows = {("python-packages", int(context), one["checksum"]): WindowLosses(
         np.array(one["loss"]) * int(context), np.full(len(one["loss"]), int(context)))
         for context, one in entry["windows"].items()}
-    evaluations = [{"corpus": "python-packages", "context": int(context), "loss": loss}
-                   for context, loss in entry["contexts"].items()]
+    evaluations = [{"corpus": "python-packages"} | one for one in entry["evaluations"]]
     return Run(entry["name"], Path(entry["name"]), entry["config"], environment, Curve(), _curve(entry["val"]),
                evaluations=evaluations, window_losses=windows, annealed=_curve(entry["annealed"]))
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from comparison.figures import Axis, Figure, Line, Point, loss_against
-from comparison.paired import paired_difference
+from comparison.paired import by_seed_of, paired_difference
 from comparison.runs import Run, group_by
 from comparison.scaling import (
     LEAST_SIZES,
@@ -52,7 +52,7 @@ def figures(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Figure]:
     shown = [run for group in found.values() for run in group]
     if not shown:  # the quick form, or an unfinished search of rates
         shown = [run for run in runs if Place.of(run.name) is not None]
-    tables = [_rung(rung, found, speeds) for rung in RUNGS] + [_costs(speeds)]
+    tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _costs(speeds), *_classes(found)]
     return [_against_compute(shown), *_trends(found), *_fits(found), *(table for table in tables if table.rows)]
 
 
@@ -162,6 +162,41 @@ def _costs(speeds: Speeds) -> Figure:
     headings = [f"training at {value:,}, tokens/s" if kind == "context" else f"a token after {value:,}, ms"
                 for kind, value in columns]
     return Figure("costs", "Speed without other load", Axis(""), "", (), ("rung", "attention", *headings), tuple(rows))
+
+
+def _classes(found: Standing) -> list[Figure]:
+    """For each partition of the tokens the loss of each arm minus that of softmax with the same parts, by class, at the
+    largest rung of both."""
+    lines: dict[str, list[Line]] = {}
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    largest = {arm: rung for rung in RUNGS for arm, of_rung in found
+               if of_rung == rung and (arm_of(arm).baseline, rung) in found}
+    for arm, rung in largest.items():
+        if arm_of(arm).baseline == arm:
+            continue
+        mine, base = (by_seed_of(found[name, rung]) for name in (arm, arm_of(arm).baseline))
+        pairs = [(_loss_by_class(base[seed]), _loss_by_class(mine[seed])) for seed in mine if seed in base]
+        for partition, classes in (pairs[0][0] if pairs else {}).items():
+            points = []
+            for name, (share, loss) in classes.items():
+                by_seed = [b[partition][name][1] - a[partition][name][1] for a, b in pairs]
+                mean, interval = float(np.mean(by_seed)), mean_interval(by_seed)
+                points.append(Point(name, mean, interval, tuple(run.name for run in found[arm, rung])))
+                rows.setdefault(partition, []).append((
+                    arm, rung, name, f"{share:.2%}", number_text(loss), number_text(mean),
+                    "–" if interval is None else interval_text(interval), significance(mean, interval)))
+            lines.setdefault(partition, []).append(Line(arm, arm_of(arm).attention, tuple(points)))
+    return [Figure(f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the same "
+                   "parts", Axis("class", "category"), "difference in val loss (nats per token)",
+                   tuple(lines[partition]), ("attention", "rung", "class", "share", "loss of softmax", "difference",
+                                             "95 % interval", ""), tuple(rows[partition]), zero=True)
+            for partition in lines]
+
+
+def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
+    """Share and loss of each class, by partition; empty without evaluate.py --by-token-class."""
+    return {one["partition"]: {each["class"]: (each["share"], each["loss"]) for each in one["classes"]}
+            for entry in run.evaluations for one in entry.get("token_classes", ())}
 
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:

@@ -43,8 +43,12 @@ def run_of(place: Place) -> Run:
     return Run(place.name, Path(place.name), config, {
         "corpus_checksum": standings.CORPUS, "parameters": rung.parameters + 257 * rung.width, "commit": "c0ffee",
         "devices": ["cpu"], "versions": {"jax": "0"}, "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
-        Curve(), Curve(end, end, 1), evaluations=[{"corpus": "c", "context": context, "loss": float(loss[-1])}
-                                                   for context in (standings.CONTEXT, *standings.LONGER)],
+        Curve(), Curve(end, end, 1), evaluations=[
+            {"corpus": "c", "context": context, "loss": float(loss[-1])} | ({"token_classes": [
+                {"partition": "repeats of 4 tokens", "classes": [
+                    {"class": "first", "share": 0.75, "loss": float(loss[-1]) + 0.1},
+                    {"class": "repeat", "share": 0.25, "loss": float(loss[-1]) - 0.3}]}]} if context == 1024 else {})
+            for context in (standings.CONTEXT, *standings.LONGER)],
         window_losses={("c", standings.CONTEXT, "ab"): WindowLosses(windows * tokens_N, tokens_N)},
         annealed=Curve(before, before, len(ends) - 1) if len(ends) > 1 else Curve())
 

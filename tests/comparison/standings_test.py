@@ -80,7 +80,8 @@ def runs() -> list:
 
 def test_differences_gains_and_trends(runs):
     found = {figure.name: figure for figure in figures(runs)}
-    assert list(found) == ["loss-against-FLOPs", "gap-against-size", "fits", "rung-XS", "rung-S", "rung-M"]
+    assert list(found) == ["loss-against-FLOPs", "gap-against-size", "fits", "rung-XS", "rung-S", "rung-M",
+                           "classes-repeats-of-4-tokens"]
     rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]  # sorted by loss
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
@@ -91,6 +92,11 @@ def test_differences_gains_and_trends(runs):
     assert largest["gated_delta"]["gain in FLOPs"] == "beyond the range"
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
+    by_class = {row[:3]: row[3:6] for row in found["classes-repeats-of-4-tokens"].rows}
+    assert list(by_class) == [(arm, "M", name) for arm in ("gated_delta", "kda") for name in ("first", "repeat")]
+    share, _, gap = by_class["gated_delta", "M", "repeat"]
+    assert share == "25.00%"
+    assert float(gap.replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     by_size = gaps("kda", standing(runs))
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
 
