@@ -94,6 +94,8 @@ class Arm:
     """Options of its mode; of a hybrid, of the last."""
     baseline: str = "softmax-parts"
     rungs: tuple[str, ...] = ("XS", "S")
+    of_width: Mapping[str, int] = field(default_factory=dict)
+    """Options that are the width of the rung, divided by a number."""
 
 
 ARMS: dict[str, Arm] = {
@@ -107,6 +109,12 @@ ARMS: dict[str, Arm] = {
     "power": Arm("power", baseline="softmax"),
     "hybrid-kda": Arm("kda,kda,kda,softmax", PARTS, rungs=("XS", "S", "M")),
 }
+VARIANTS: dict[str, Arm] = {
+    "kda-equal": Arm("kda", of_width={"rank": 4}),
+    "window-equal": Arm("window", PARTS | {"window": 32}),
+}
+"""kda with the parameters of gated_delta, to a thousandth, and softmax over a window with the state of the
+recurrences."""
 _NAME = re.compile(r"(?P<rung>[A-Z]+)(?P<check>_check)?-(?P<arm>.+?)-(?P<rate>\d[\d.]*(e-\d+)?)-seed-(?P<seed>\d+)")
 
 
@@ -135,17 +143,18 @@ class Place:
     def variation(self) -> Variation:
         """The run, as sweep.py starts it."""
         arm, rung = arm_of(self.arm), RUNGS[self.rung]
+        options = {**arm.options, **{name: rung.width // part for name, part in arm.of_width.items()}}
         fields = rung.fields(LENGTHS[0] if self.check else 1.0)
         evaluation = () if self.check else (
             "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--windows", "", "--by-token-class")
         return Variation(self.name, RECIPE, arm.attention, {
             **fields, "optimizer.learning_rate": self.rate, "train.seed": self.seed,
-            **mode_fields(arm.attention, **arm.options)}, evaluation=evaluation)
+            **mode_fields(arm.attention, **options)}, evaluation=evaluation)
 
 
 def arm_of(name: str) -> Arm:
     """An arm by its name, or a mode with its own options."""
-    return ARMS.get(name) or Arm(name)
+    return (ARMS | VARIANTS).get(name) or Arm(name)
 
 
 def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, float]) -> list[Place]:

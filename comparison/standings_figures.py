@@ -186,8 +186,8 @@ def _classes(found: Standing) -> list[Figure]:
                     arm, rung, name, f"{share:.2%}", number_text(loss), number_text(mean),
                     "–" if interval is None else interval_text(interval), significance(mean, interval)))
             lines.setdefault(partition, []).append(Line(arm, arm_of(arm).attention, tuple(points)))
-    return [Figure(f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the same "
-                   "parts", Axis("class", "category"), "difference in val loss (nats per token)",
+    return [Figure(f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the "
+                   "same parts", Axis("class", "category"), "difference in val loss (nats per token)",
                    tuple(lines[partition]), ("attention", "rung", "class", "share", "loss of softmax", "difference",
                                              "95 % interval", ""), tuple(rows[partition]), zero=True)
             for partition in lines]

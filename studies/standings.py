@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from comparison import standings, standings_figures
 from comparison.figures import Figure
 from comparison.runs import Run
-from comparison.standings import ARMS, RUNGS, Place
+from comparison.standings import RUNGS, VARIANTS, Place
 from comparison.study import Variation
 
+ARMS = standings.ARMS | VARIANTS
+"""What --rows may name."""
 QUICK = ("softmax-parts", "gated_delta", "kda")
 QUICK_FIELDS = {"train.steps": 60, "train.eval_every": 30, "train.eval_batches": 8, "optimizer.warmup_steps": 6}
 
@@ -26,7 +28,7 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str
     if quick:
         runs = [Place("XS", arm, standings.START[1], 0).variation() for arm in rows or QUICK]
         return [Variation(run.name, run.recipe, run.attention, {**run.fields, **QUICK_FIELDS}) for run in runs]
-    return [place.variation() for place in standings.places(rows or ARMS, rungs or [*RUNGS],
+    return [place.variation() for place in standings.places(rows or standings.ARMS, rungs or [*RUNGS],
                                                             standings.losses_of(finished))]
 
 

@@ -11,9 +11,13 @@ import pytest
 from benchmarks import standings as command
 from benchmarks import standings_speeds
 from comparison import standings
+from comparison.standings import Place
 from models.attention import gated
+from models.parameters import count_parameters
 from support.files import read_json
 from tests.comparison.standings_runs import all_runs
+from training import accounting
+from training.step import abstract_model
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +33,18 @@ def row(whole) -> dict[str, Any]:
 
 def entry(row: dict[str, Any], name: str = "S-gated_delta-0.004-seed-1") -> dict[str, Any]:
     return next(each for each in row["runs"] if each["name"] == name)
+
+
+def test_variants_have_equal_parameters_or_state():
+    def parameters(arm: str) -> int:
+        return count_parameters(abstract_model(command.protocol_config(Place("S", arm, 1e-3, 0)), 257))
+
+    def state(arm: str) -> int:
+        return accounting.state_bytes(command.protocol_config(Place("S", arm, 1e-3, 0)).to_dict())
+
+    assert parameters("kda-equal") == pytest.approx(parameters("gated_delta"), rel=1e-3)
+    assert parameters("window-equal") == parameters("softmax-parts")
+    assert state("window-equal") == state("gated_delta")
 
 
 def test_a_whole_row_is_accepted(row):
