@@ -78,6 +78,13 @@ class Line:
     """Index of the point marked as the best; None: no mark."""
     published: str = ""
     """The source of published figures, whose points have no runs; empty for ours."""
+    extrapolated: bool = False
+    """Whether its points are of a fit, beyond the runs; their intervals are its band."""
+
+    @property
+    def is_faint(self) -> bool:
+        """Whether it has no runs, and is drawn with open markers."""
+        return bool(self.published) or self.extrapolated
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,8 @@ class Figure:
                        "points": [{"x": point.x, "mean": point.y, "interval": point.interval,
                                    "seeds": len(point.runs), "runs": point.runs} for point in line.points],
                        "best": None if line.best is None else line.points[line.best].x,
-                       "published": line.published or None} for line in self.lines],
+                       "published": line.published or None,
+                       **({"extrapolated": True} if line.extrapolated else {})} for line in self.lines],
             "remarks": self.remarks, **({"grid": True} if self.grid else {}),
         }
 
@@ -581,6 +589,7 @@ class _LineEntry(TypedDict):
     points: list[_PointEntry]
     best: Finite | str | None
     published: NotRequired[str | None]
+    extrapolated: NotRequired[bool]
 
 
 class _FigureEntry(TypedDict):
@@ -622,7 +631,8 @@ def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
         for j, point in enumerate(points):
             json_files.check(point.x, kind, path, f"{field}.lines[{i}].points[{j}].x")
         best = next((j for j, point in enumerate(points) if point.x == line["best"]), None)
-        lines.append(Line(line["label"], line["attention"], points, best, line.get("published") or ""))
+        lines.append(Line(line["label"], line["attention"], points, best, line.get("published") or "",
+                          line.get("extrapolated", False)))
         rows += [(line["label"], value_text(point.x), number_text(point.y),
                   "–" if point.interval is None else interval_text(point.interval)) for point in points]
     return Figure(entry["name"], entry["title"], Axis(entry["x"], entry["x_axis"]), entry["y"], tuple(lines),
@@ -642,7 +652,7 @@ def check_names(figures: Sequence[Figure]) -> None:
 
 def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """Renders a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line,
-    and open markers for published figures.
+    open markers for published figures, and open markers on dashes for extrapolated ones.
 
     The output is deterministic. Categories of one point each are listed vertically.
     """
@@ -662,7 +672,8 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             x = [places[point.x] + shift if places else point.x for point in line.points]
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": own}
-            faint = {"fillstyle": "none", "alpha": 0.6} if line.published else {}
+            faint = {"fillstyle": "none", "alpha": 0.6} if line.is_faint else {}
+            style = DASHES["dash"][0] if line.extrapolated else style
             panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=marker,
                        markersize=6, **look, **faint)
             for at, point in zip(x, line.points, strict=True):

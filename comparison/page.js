@@ -500,15 +500,16 @@
   }
 
   /** A line of means with bars for their intervals. */
-  function studyTrace(figure, { label, colour, dash, symbol, points, published }) {
+  function studyTrace(figure, { label, colour, dash, symbol, points, published, extrapolated }) {
+    const faint = published || extrapolated;
     const bars = (end, sign) => points.map(({ mean, interval }) => interval ? sign * (interval[end] - mean) : 0);
     const customdata = points.map(({ interval, seeds }) => [
       interval ? `95 % interval ${interval.map((end) => end.toFixed(4)).join(" to ")}` : "no interval",
-      published ? "published" : `${seeds} seed${seeds > 1 ? "s" : ""}`]);
+      published ? "published" : extrapolated ? "extrapolated" : `${seeds} seed${seeds > 1 ? "s" : ""}`]);
     return { type: "scatter", name: label, meta: { kind: "study", runs: points.flatMap((point) => point.runs) },
              x: points.map(({ x }) => x), y: points.map(({ mean }) => mean), showlegend: false, customdata,
              mode: figure.x_axis === "category" ? "markers" : "lines+markers", line: { color: colour, dash, width: 2 },
-             marker: { color: colour, symbol: published ? `${symbol}-open` : symbol, size: 8 }, opacity: published ? 0.6 : 1,
+             marker: { color: colour, symbol: faint ? `${symbol}-open` : symbol, size: 8 }, opacity: faint ? 0.6 : 1,
              error_y: { type: "data", symmetric: false, array: bars(1, 1), arrayminus: bars(0, -1), color: colour,
                         thickness: 1.5, width: 4 },
              hovertemplate: `<b>${escaped(label)}</b><br>${escaped(figure.x)} %{x}<br>%{y:.4f}<br>%{customdata[0]}` +

@@ -77,7 +77,8 @@ def payload(comparison: Comparison) -> dict[str, Any]:
 
 def figure_payload(figure: Figure) -> dict[str, Any]:
     """A figure of a study, with the style of its lines."""
-    patterns = dashes([line.attention for line in figure.lines])
+    patterns = ["dash" if line.extrapolated else dash for line, dash in zip(
+        figure.lines, dashes([line.attention for line in figure.lines]), strict=True)]
     found = figure.as_dict()
     return found | {
         "lines": [line | {"colour": own, "dash": dash, "symbol": DASHES[dash][1]}

@@ -257,12 +257,19 @@ def fits(found: Standing) -> dict[str, Fit]:
 
 
 def _fits(found: Standing) -> list[Figure]:
-    rows = []
-    for arm, law in fits(found).items():
-        beyond = REACH * law.measured[1]
-        rows.append((arm, number_text(law.law.floor), f"{law.law.exponent:.3f}",
-                     number_text(float(np.abs(law.residuals_P).max())), f"{law.measured[1]:.2g}",
-                     f"{number_text(float(law.law(beyond)))} ({interval_text(law.band(beyond))})"))
-    return [Figure("fits", "Power laws of loss against FLOPs", Axis(""), "", (), (
-        "attention", "floor", "exponent", "largest residual", "largest FLOPs measured",
-        f"extrapolated to {REACH} times"), tuple(rows))] if rows else []
+    """The measured points of each fit, and its law beyond them with its band."""
+    lines, rows = [], []
+    for arm, each in fits(found).items():
+        attention, low, high = arm_of(arm).attention, *each.measured
+        points = [Point(float(compute), float(loss), None, (f"{arm} {number}",)) for number, (compute, loss)
+                  in enumerate(sorted(zip(each.compute_P, each.loss_P, strict=True)))]
+        beyond = [Point(high * factor, float(each.law(high * factor)), each.band(high * factor), ())
+                  for factor in (1, REACH**0.5, REACH)]
+        lines += [Line(arm, attention, tuple(points)),
+                  Line(f"{arm}, extrapolated", attention, tuple(beyond), extrapolated=True)]
+        rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
+                     number_text(float(np.abs(each.residuals_P).max())), f"{low:.2g} to {high:.2g}",
+                     f"{number_text(beyond[-1].y)} ({interval_text(beyond[-1].interval or (0, 0))})"))
+    return [Figure("fits", "Power laws of loss against FLOPs", Axis("FLOPs", "log"), "val loss (nats per token)",
+                   tuple(lines), ("attention", "floor", "exponent", "largest residual", "FLOPs measured",
+                                  f"extrapolated to {REACH} times"), tuple(rows))] if rows else []

@@ -123,6 +123,12 @@ def test_fits_need_three_sizes(runs):
     found = fits(standing(runs))
     assert set(found) == {"softmax-parts", "gated_delta", "kda"}
     assert found["softmax-parts"].law.exponent == pytest.approx(0.15, abs=0.03)
+    figure = next(each for each in figures(runs) if each.name == "fits")
+    measured, beyond = figure.lines[:2]
+    assert (measured.extrapolated, beyond.extrapolated) == (False, True)
+    assert beyond.points[-1].x == pytest.approx(10 * max(point.x for point in measured.points))
+    low, high = beyond.points[-1].interval or (0, 0)
+    assert low < beyond.points[-1].y < high
     two = [run for run in runs if not run.name.startswith("M")]
     assert fits(standing(two)) == {}
     assert "fits" not in {figure.name for figure in figures(two)}
