@@ -26,7 +26,7 @@ from flax import nnx
 
 from benchmarks import report
 from comparison import standings, standings_figures
-from comparison.figures import write_figures
+from comparison.figures import read_figures, write_figures
 from comparison.runs import Run
 from comparison.standings import Place
 from comparison.study import finished_runs
@@ -39,6 +39,8 @@ from training.cli import DataFlags, load_config, parse_command_line
 from training.step import make_model
 
 FOLDER = Path(__file__).parent / "results" / "standings" / standings.VERSION
+ABILITIES = Path(__file__).parent / "results" / "studies" / "abilities"
+"""Folder of the figures of studies/abilities.py."""
 SPEEDS = "speeds.json"
 """File of benchmarks.standings_speeds."""
 FREE = ("mesh", "checkpoint", "logging", "data.dir", "data.verify", "train.accumulate", "train.rows_per_device",
@@ -136,7 +138,8 @@ def draw(folder: Path) -> list[Path]:
     runs: list[Run] = [run for row in rows_of(folder).values() for run in standings.runs_of(row)]
     if not runs:
         return []
-    return write_figures(standings_figures.figures(runs, read_speeds(folder)), folder / "figures")
+    abilities = next((figure for figure in read_figures(ABILITIES) if figure.name == "abilities"), None)
+    return write_figures(standings_figures.figures(runs, read_speeds(folder), abilities), folder / "figures")
 
 
 def add(rows: Sequence[dict[str, Any]], folder: Path) -> list[str]:

@@ -96,11 +96,13 @@ class Arm:
     rungs: tuple[str, ...] = ("XS", "S")
     of_width: Mapping[str, int] = field(default_factory=dict)
     """Options that are the width of the rung, divided by a number."""
+    abilities: str = ""
+    """Its name in studies/abilities.py, if that is another: every attention has a convolution there."""
 
 
 ARMS: dict[str, Arm] = {
-    "softmax": Arm("softmax", baseline="softmax"),
-    "softmax-parts": Arm("softmax", PARTS, rungs=("XS", "S", "M")),
+    "softmax": Arm("softmax", baseline="softmax", abilities="none"),
+    "softmax-parts": Arm("softmax", PARTS, rungs=("XS", "S", "M"), abilities="softmax"),
     "softmax-forget": Arm("softmax", PARTS | {"forget_gate": True}),
     "chunked": Arm("chunked", baseline="softmax"),
     "gated": Arm("gated"),

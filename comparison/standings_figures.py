@@ -1,6 +1,7 @@
 """The figures and tables of the standings, from runs of the protocol alone."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,18 +42,20 @@ def standing(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
     return group_by(chosen, lambda run: (place_of(run).arm, place_of(run).rung))
 
 
-def figures(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Figure]:
-    """Loss against compute, a table for each rung, how the differences change with size, fits, and costs.
+def figures(runs: Sequence[Run], speeds: Speeds | None = None, abilities: Figure | None = None) -> list[Figure]:
+    """Loss against compute, how the differences change with size, fits, a table for each rung, costs and abilities.
 
     Args:
         runs: of the protocol.
         speeds: tokens a second, for the gains in time.
+        abilities: the grid of studies/abilities.py, for the attentions that it has too.
     """
     found, speeds = standing(runs), speeds or {}
     shown = [run for group in found.values() for run in group]
     if not shown:  # the quick form, or an unfinished search of rates
         shown = [run for run in runs if Place.of(run.name) is not None]
-    tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _costs(speeds), *_classes(found)]
+    tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _costs(speeds), *_classes(found),
+              *_abilities(abilities, [arm for arm, _ in found])]
     return [_against_compute(shown), *_trends(found), *_fits(found), *(table for table in tables if table.rows)]
 
 
@@ -197,6 +200,18 @@ def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
     """Share and loss of each class, by partition; empty without evaluate.py --by-token-class."""
     return {one["partition"]: {each["class"]: (each["share"], each["loss"]) for each in one["classes"]}
             for entry in run.evaluations for one in entry.get("token_classes", ())}
+
+
+def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
+    """The lines of the grid that are of these arms."""
+    if grid is None:
+        return []
+    by_label = {line.label: line for line in grid.lines}
+    lines = [replace(by_label[name], label=arm) for arm in dict.fromkeys(arms)
+             if (name := arm_of(arm).abilities or arm) in by_label]
+    rows = [(line.label, *(number_text(at[column]) if column in at else "–" for column in grid.values))
+            for line in lines for at in [{point.x: point.y for point in line.points}]]
+    return [replace(grid, lines=tuple(lines), headings=("attention", *map(str, grid.values)), rows=tuple(rows))]
 
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:

@@ -3,6 +3,7 @@
 import pytest
 
 from comparison import standings
+from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from support.errors import ConfigError
@@ -117,6 +118,15 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
     costs = {row[:2]: row[2:] for row in found["costs"].rows}
     assert costs["XS", "kda"] == ("10,173", "2.000")
     assert costs["S", "kda"] == ("2,543", "–")
+
+
+def test_abilities_are_those_of_the_same_attentions(runs):
+    grid = Figure("abilities", "Abilities", Axis("task", "category"), "accuracy", tuple(
+        Line(name, name, (Point("Z2", value, None, ("a",)), Point("mqar", 1.0, None, ("b",))))
+        for name, value in (("softmax", 0.5), ("kda", 0.75), ("gated", 0.25))), (), (), grid=True)
+    found = next(each for each in figures(runs, {}, grid) if each.name == "abilities")
+    assert found.rows == (("softmax-parts", "0.5000", "1.0000"), ("kda", "0.7500", "1.0000"))
+    assert found.headings == ("attention", "Z2", "mqar")
 
 
 def test_fits_need_three_sizes(runs):
