@@ -5,10 +5,11 @@
     python -m benchmarks.standings
 
 ``--add`` writes the row of every arm that has finished a rung in the folder of studies/standings.py to
-benchmarks/results/standings/S1/ARM.json. ``--check`` checks the files of rows, such as another's: the configs, the
-corpus, steps, tokens, clocks and bytes of every run, that no rate or seed is missing, and that the attention gives the
-same output whatever tokens follow. A row that fails is refused: it is not written. Both end with the figures and tables
-of all rows, which are made from their files alone; without flags, these are made again.
+benchmarks/results/standings/S1/ARM.json; rungs that are not finished are left out, and named. ``--check`` checks the
+files of rows, such as another's: the configs, the corpus, steps, tokens, clocks and bytes of every run, that no rate or
+seed is missing, and that the attention gives the same output whatever tokens follow. A row that fails is refused: it is
+not written. Both end with the figures and tables of all rows, which are made from their files alone; without flags,
+these are made again.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from comparison.study import finished_runs
 from configs.schema import Config, flatten, groups_of
 from models import gpt
 from support import json_files
-from support.command import status
+from support.command import note, status
 from support.errors import ConfigError, LineargptError
 from training.cli import DataFlags, load_config, parse_command_line
 from training.step import make_model
@@ -158,7 +159,12 @@ def measure(options: Options, results: report.Results) -> int:
     if options.add is not None:
         if not (runs := finished_runs(options.add)):
             raise ConfigError(f"--add {options.add}: no finished runs of studies/standings.py")
-        arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
+        losses = standings.losses_of(runs)
+        arms = dict.fromkeys(place.arm for place in losses)
+        for arm in arms:
+            for rung in standings.arm_of(arm).rungs:
+                if why := standings.unfinished(rung, arm, losses):
+                    note(f"{arm}: {why}; left out")
         refused = add([standings.row_of(arm, runs) for arm in arms], FOLDER)
     else:
         rows = [read_row(path) for path in options.check]

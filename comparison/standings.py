@@ -228,17 +228,28 @@ def losses_of(runs: Iterable[Run]) -> dict[Place, float]:
     return found
 
 
+def unfinished(rung: str, arm: str, losses: Mapping[Place, float]) -> str:
+    """Why a rung of an arm is not finished; empty if it is."""
+    if best_rate(rung, arm, losses) is None:
+        return f"rung {rung} is not finished: its rate has not been found"
+    missing = [place.name for place in places([arm], [rung], losses) if place not in losses]
+    return f"rung {rung} is not finished: {', '.join(missing)} missing" if missing else ""
+
+
 def row_of(arm: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """The file of a row: everything that its figures are made from.
+    """The file of a row: everything that its figures are made from, of the rungs that are finished.
 
     Args:
         arm: its name.
         runs: the runs of the arm, from their folders.
     """
-    mine = [run for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm]
+    losses = losses_of(runs)
+    rungs = list(itertools.takewhile(lambda rung: not unfinished(rung, arm, losses), arm_of(arm).rungs))
+    mine = [run for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm and place in losses
+            and place.rung in rungs]
     return {"format": FORMAT, "standings": VERSION, "row": arm, "attention": arm_of(arm).attention,
-            "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline,
-            "runs": [_entry(run) for run in mine if run.is_finished]}
+            "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline, "rungs": rungs,
+            "runs": [_entry(run) for run in mine]}
 
 
 def _entry(run: Run) -> dict[str, Any]:
@@ -284,13 +295,9 @@ def problems(row: Mapping[str, Any], expected: Mapping[str, Mapping[str, Any]]) 
     found = []
     for name, entry in entries.items():
         found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name))]
-    for rung in arm_of(row["row"]).rungs:
-        if best_rate(rung, row["row"], losses) is None:
-            found.append(f"rung {rung} is not finished: its rate has not been found")
-            break
-        missing = [place.name for place in places([row["row"]], [rung], losses) if place not in losses]
-        if missing:
-            found.append(f"rung {rung} is not finished: {', '.join(missing)} missing")
+    if not row["rungs"]:
+        found.append(unfinished("XS", row["row"], losses))
+    found += [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]
     if len({entry["corpus_checksum"] for entry in entries.values()}) > 1:
         found.append("its runs read several corpora")
     return found

@@ -115,6 +115,16 @@ def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, ca
     assert "no finished runs" in capsys.readouterr().err
 
 
+def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, tmp_path: Path, capsys):
+    runs = [run for run in all_runs(("gated_delta",)) if run.name != "S-gated_delta-0.004-seed-2"]
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
+    assert command.main(["--add", "runs/s1"]) == 0
+    err = capsys.readouterr().err
+    assert "gated_delta: rung S is not finished: S-gated_delta-0.004-seed-2 missing; left out" in err
+    assert command.read_row(tmp_path / "gated_delta.json")["rungs"] == ["XS"]
+
+
 def test_speeds_are_measured_for_each_arm_and_drawn(row, tmp_path: Path):
     (tmp_path / "gated_delta.json").write_text(json.dumps(row))
     assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",

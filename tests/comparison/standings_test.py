@@ -7,7 +7,7 @@ from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from support.errors import ConfigError
-from tests.comparison.standings_runs import BEST, all_runs, run_of
+from tests.comparison.standings_runs import BEST, all_runs
 
 pytestmark = pytest.mark.fast
 
@@ -152,5 +152,5 @@ def test_a_row_keeps_all_that_the_figures_need(runs):
 
 
 def test_a_row_has_no_path_of_a_machine():
-    row = standings.row_of("kda", [run_of(Place("XS", "kda", 0.008, 0))])
-    assert row["runs"][0]["command"] == ["train.py", "--x"]
+    row = standings.row_of("kda", all_runs(("kda",), ("XS",)))
+    assert [entry["command"] for entry in row["runs"]] == [["train.py", "--x"]] * 5
