@@ -29,7 +29,7 @@ from benchmarks import report
 from comparison import standings, standings_figures
 from comparison.figures import read_figures, write_figures
 from comparison.runs import Run
-from comparison.standings import Place
+from comparison.standings import Place, Row
 from comparison.study import finished_runs
 from configs.schema import Config, flatten, groups_of
 from models import gpt
@@ -94,7 +94,7 @@ def prefix_difference(config: str) -> float:
                for logits_TV, end in zip(logits_BTV[1:], ends, strict=True))
 
 
-def problems(row: dict[str, Any]) -> list[str]:
+def problems(row: Row) -> list[str]:
     """What keeps a row from being accepted; see :func:`comparison.standings.problems`."""
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
                 if (place := Place.of(entry["name"])) is not None}
@@ -106,19 +106,19 @@ def problems(row: dict[str, Any]) -> list[str]:
     return found
 
 
-def read_row(path: Path) -> dict[str, Any]:
+def read_row(path: Path) -> Row:
     """The file of a row.
 
     Raises:
-        LineargptError: it is damaged, or not a row.
+        LineargptError: it is damaged, or of another format.
     """
-    row = json_files.read(path, dict[str, Any])
-    if row.get("format") != standings.FORMAT or "standings" not in row:
-        raise LineargptError(f"{path}: not a row of the standings, of format {standings.FORMAT}")
+    row: Any = json_files.read(path, Row)
+    if row["format"] != standings.FORMAT:
+        raise LineargptError(f"{path}: format {row['format']}; this version of lineargpt reads {standings.FORMAT}")
     return row
 
 
-def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+def rows_of(folder: Path) -> dict[str, Row]:
     """The rows of the standings by their arm, in the order of the protocol."""
     rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - {folder / SPEEDS})}
     order = {arm: number for number, arm in enumerate(standings.ARMS)}
@@ -143,7 +143,7 @@ def draw(folder: Path) -> list[Path]:
     return write_figures(standings_figures.figures(runs, read_speeds(folder), abilities), folder / "figures")
 
 
-def add(rows: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+def add(rows: Sequence[Row], folder: Path) -> list[str]:
     """Writes the rows without problems; returns the problems of the others."""
     refused = []
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from comparison.runs import Run
 from comparison.study import Variation, mode_fields
 from configs.schema import flatten, groups_of
 from support.errors import ConfigError
+from support.json_files import Natural
 from training.window_losses import WindowLosses
 
 VERSION = "S1"
@@ -228,6 +229,48 @@ def losses_of(runs: Iterable[Run]) -> dict[Place, float]:
     return found
 
 
+class Lines(TypedDict):
+    """Val lines; null for a loss that is not finite."""
+
+    step: list[float]
+    tokens: list[float]
+    flops: list[float]
+    train_seconds: list[float]
+    loss: list[float | None]
+    bits_per_byte: list[float | None]
+
+
+class Entry(TypedDict):
+    """A run in the file of a row."""
+
+    name: str
+    config: dict[str, Any]
+    commit: str | None
+    command: list[str]
+    devices: list[str] | None
+    versions: dict[str, str] | None
+    corpus_checksum: str | None
+    parameters: Natural
+    state_bytes: Natural | None
+    val: Lines
+    annealed: Lines
+    evaluations: list[dict[str, Any]]
+    windows: dict[str, dict[str, Any]]
+
+
+class Row(TypedDict):
+    """The file of a row."""
+
+    format: Natural
+    standings: str
+    row: str
+    attention: str
+    options: dict[str, Any]
+    baseline: str
+    rungs: list[str]
+    runs: list[Entry]
+
+
 def unfinished(rung: str, arm: str, losses: Mapping[Place, float]) -> str:
     """Why a rung of an arm is not finished; empty if it is."""
     if best_rate(rung, arm, losses) is None:
@@ -236,7 +279,7 @@ def unfinished(rung: str, arm: str, losses: Mapping[Place, float]) -> str:
     return f"rung {rung} is not finished: {', '.join(missing)} missing" if missing else ""
 
 
-def row_of(arm: str, runs: Sequence[Run]) -> dict[str, Any]:
+def row_of(arm: str, runs: Sequence[Run]) -> Row:
     """The file of a row: everything that its figures are made from, of the rungs that are finished.
 
     Args:
@@ -252,7 +295,7 @@ def row_of(arm: str, runs: Sequence[Run]) -> dict[str, Any]:
             "runs": [_entry(run) for run in mine]}
 
 
-def _entry(run: Run) -> dict[str, Any]:
+def _entry(run: Run) -> Entry:
     environment = run.environment
     evaluations = [{"context": one["context"], "loss": one["loss"]} | (
         {"token_classes": one["token_classes"]} if one["context"] == CONTEXT and "token_classes" in one else {})
@@ -265,33 +308,41 @@ def _entry(run: Run) -> dict[str, Any]:
     return {
         "name": run.name, "config": run.config, "commit": environment.get("commit"), "command": command,
         "devices": environment.get("devices"), "versions": environment.get("versions"),
-        "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment.get("parameters"),
-        "state_bytes": run.state_bytes, "tokens_per_second": run.train.median_speed,
-        "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
+        "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment["parameters"],
+        "state_bytes": state_bytes(run), "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
         "evaluations": evaluations, "windows": windows}
 
 
-def _lines(points: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
-    names = ("step", "tokens", "flops", "train_seconds", "loss", "bits_per_byte")
-    return {name: _rounded(points[name]) for name in names if name in points}
+def state_bytes(run: Run) -> int | None:
+    """Bytes that decoding keeps after ``CONTEXT`` tokens; None for an attention without a cached decode."""
+    try:
+        return run.state_bytes
+    except NotImplementedError:
+        return None
 
 
-def _rounded(values: np.ndarray, digits: int = 15) -> list[float]:
-    return [float(f"{value:.{digits}g}") for value in values]
+def _lines(points: Mapping[str, np.ndarray]) -> Lines:
+    lines: Any = {name: _rounded(points.get(name, np.full(len(points.get("step", ())), np.nan)))
+                  for name in Lines.__annotations__}
+    return lines
 
 
-def problems(row: Mapping[str, Any], expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _rounded(values: np.ndarray, digits: int = 15) -> list[float | None]:
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]
+
+
+def problems(row: Row, expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What keeps a row from being drawn as whole, in sentences; empty if nothing does.
 
     Args:
         row: as :func:`row_of` returns it.
         expected: the fields of the config of each run that this version of the protocol starts, by name.
     """
-    if row.get("standings") != VERSION:
-        return [f"the row is of standings {row.get('standings')}; expected {VERSION}"]
+    if row["standings"] != VERSION:
+        return [f"the row is of standings {row['standings']}; expected {VERSION}"]
     entries = {entry["name"]: entry for entry in row["runs"]}
-    losses = {place: entry["val"]["loss"][-1] for name, entry in entries.items()
-              if (place := Place.of(name)) is not None}
+    losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
+              for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
     found = []
     for name, entry in entries.items():
         found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name))]
@@ -303,7 +354,7 @@ def problems(row: Mapping[str, Any], expected: Mapping[str, Mapping[str, Any]]) 
     return found
 
 
-def _entry_problems(name: str, entry: Mapping[str, Any], expected: Mapping[str, Any] | None) -> list[str]:
+def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None) -> list[str]:
     if expected is None:
         return [f"standings {VERSION} has no such run"]
     found = []
@@ -315,38 +366,40 @@ def _entry_problems(name: str, entry: Mapping[str, Any], expected: Mapping[str, 
               if fields.get(each) != value]
     val, annealed = entry["val"], entry["annealed"]
     steps = expected["train.steps"]
-    if val["step"][-1] != steps:
-        found.append(f"it ends at step {val['step'][-1]:.0f}; expected {steps}")
+    if max(val["step"], default=0) != steps:
+        found.append(f"it ends at step {max(val['step'], default=0):.0f}; expected {steps}")
     wanted = [round(steps * part) for part in expected["train.anneal_at"][:-1]]
-    if [*map(int, annealed.get("step", ()))] != wanted:
-        found.append(f"its annealed points are at steps {annealed.get('step', [])}; expected {wanted}")
+    if [*map(int, annealed["step"])] != wanted:
+        found.append(f"its annealed points are at steps {annealed['step']}; expected {wanted}")
     tokens = expected["train.batch_size"] * expected["model.context"]
     for lines in (val, annealed):
-        if len(set(map(len, lines.values()))) > 1:
+        if len({len(lines[column]) for column in Lines.__annotations__}) > 1:
             found.append("its lines are not whole")
             continue
-        for step, count, loss, bits in zip(*(lines.get(each, ()) for each in (
-                "step", "tokens", "loss", "bits_per_byte")), strict=True):
+        for step, count, loss, bits in zip(lines["step"], lines["tokens"], lines["loss"], lines["bits_per_byte"],
+                                           strict=True):
             if count != step * tokens:
                 found.append(f"{count:.0f} tokens at step {step:.0f}; expected {step * tokens:.0f}")
+            if loss is None or not bits:  # it diverged
+                continue
             counted = VAL_TOKENS * loss / math.log(2) / bits
             if abs(counted - VAL_BYTES) > 0.5:
                 found.append(f"bits per byte at step {step:.0f} count {counted:,.0f} bytes of val; expected "
                              f"{VAL_BYTES:,}")
-        clock = lines.get("train_seconds", ())
+        clock = lines["train_seconds"]
         if any(after <= before for before, after in itertools.pairwise(clock)) or min(clock, default=1) <= 0:
             found.append("its clock runs backwards")
     return found
 
 
-def runs_of(row: Mapping[str, Any]) -> list[Run]:
+def runs_of(row: Row) -> list[Run]:
     """The runs of a row's file, as those of their folders but for the train lines and the text of the tokens."""
     return [_run_of(entry) for entry in row["runs"]]
 
 
-def _run_of(entry: Mapping[str, Any]) -> Run:
-    environment = {name: entry[name] for name in ("commit", "command", "devices", "versions", "corpus_checksum",
-                                                  "parameters")}
+def _run_of(entry: Entry) -> Run:
+    environment: dict[str, Any] = {name: entry[name] for name in (
+        "commit", "command", "devices", "versions", "corpus_checksum", "parameters")}
     windows = {("python-packages", int(context), one["checksum"]): WindowLosses(
         np.array(one["loss"]) * int(context), np.full(len(one["loss"]), int(context)))
         for context, one in entry["windows"].items()}
@@ -355,6 +408,6 @@ def _run_of(entry: Mapping[str, Any]) -> Run:
                evaluations=evaluations, window_losses=windows, annealed=_curve(entry["annealed"]))
 
 
-def _curve(lines: Mapping[str, Sequence[float]]) -> Curve:
-    points = {name: np.array(values) for name, values in lines.items()}
-    return Curve(points, points, len(points["loss"])) if points else Curve()
+def _curve(lines: Lines) -> Curve:
+    points = {name: np.array(values, float) for name, values in lines.items()}
+    return Curve(points, points, len(lines["loss"])) if lines["loss"] else Curve()

@@ -18,7 +18,7 @@ from comparison.scaling import (
     fit,
     trend,
 )
-from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rate, losses_of
+from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rate, losses_of, state_bytes
 from comparison.statistics import mean_interval
 from comparison.wording import interval_text, number_text, significance
 
@@ -130,24 +130,29 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
         baseline = arm_of(arm).baseline
         gap = difference(runs, found[baseline, rung]) if baseline != arm and (baseline, rung) in found else None
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
-        interval = mean_interval([float(run.val.points["loss"][-1]) for run in runs])
+        losses = [float(run.val.points["loss"][-1]) for run in runs]
+        interval = mean_interval(losses) if np.isfinite(losses).all() else None
         longer = [_at_context(runs, context) for context in LONGER]
         rows.append((_loss(runs), (
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
-            number_text(_loss(runs)) + ("" if interval is None else f" ({interval_text(interval)})"),
-            number_text(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
+            _number(_loss(runs)) + ("" if interval is None else f" ({interval_text(interval)})"),
+            _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
             "–" if gap is None else number_text(gap[0]),
             "–" if gap is None or gap[1] is None else interval_text(gap[1]),
             "" if gap is None else significance(*gap),
             _gain(arm, gain), _gain(arm, _gain_in_time(arm, rung, found, speeds)) if speeds else "–",
             "–" if (equal := _at_equal_time(arm, rung, found, speeds)) is None else number_text(equal),
             *("–" if each is None else number_text(each) for each in longer),
-            f"{runs[0].state_bytes / 1024:,.0f}", str(len(runs)))))
+            "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss", Axis(""), "", (), (
         "attention", "softmax with the same parts", "parameters", "val loss", "bits per byte", "minus softmax",
         "95 % interval", "", "gain in FLOPs", "gain in seconds", "loss at softmax's time",
         *(f"at {context:,} tokens" for context in LONGER), f"state at {CONTEXT:,}, KiB", "seeds"),
-        tuple(row for _, row in sorted(rows)))
+        tuple(row for _, row in sorted(rows, key=lambda row: (np.isnan(row[0]), *row))))
+
+
+def _number(value: float) -> str:
+    return number_text(value) if np.isfinite(value) else "not finite"
 
 
 def _gain(arm: str, gain: float | None) -> str:
@@ -263,12 +268,13 @@ def trained(runs: Sequence[Run]) -> list[Trained]:
 
 
 def fits(found: Standing) -> dict[str, Fit]:
-    """A fit for each arm with three sizes."""
+    """A fit for each arm with three sizes and no run that diverged."""
     by_arm: dict[str, list[Run]] = {}
     for (arm, _), runs in found.items():
         by_arm.setdefault(arm, []).extend(runs)
     return {arm: fit(trained(runs)) for arm, runs in by_arm.items()
-            if len({place_of(run).rung for run in runs}) >= LEAST_SIZES}
+            if len({place_of(run).rung for run in runs}) >= LEAST_SIZES
+            and all(np.isfinite(run.lengths["loss"]).all() for run in runs)}
 
 
 def _fits(found: Standing) -> list[Figure]:

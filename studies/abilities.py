@@ -2,7 +2,7 @@
 
     python sweep.py studies/abilities.py --out runs/abilities --quick
     python sweep.py studies/abilities.py --out runs/abilities
-    python sweep.py studies/abilities.py --out runs/abilities-power --rows power
+    python sweep.py studies/abilities.py --out runs/abilities --rows power
 
 Every causal attention on the synthetic tasks of data/synthetic_tasks, in models of 2 layers of width 64 (hybrids of 3 :
 1 have 4 layers), at three learning rates a factor of three apart with one seed, and at the best of them with two more
@@ -11,7 +11,7 @@ their option, but for reformer and synthesizer, which take none. State tracking 
 512, recall up to 256.
 
 The quick form has ``gated_delta`` with writes up to 2 against softmax, tasks of every family, one rate and one seed.
-``--rows`` takes modes in place of the study's arms; with ``--quick`` against softmax.
+``--rows`` takes arms or other modes; with ``--quick`` against softmax.
 """
 
 from collections.abc import Sequence

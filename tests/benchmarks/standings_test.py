@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import standings as command
 from benchmarks import standings_speeds
-from comparison import standings
+from comparison import standings, standings_figures
 from comparison.standings import Place
 from models.attention import gated
 from models.parameters import count_parameters
@@ -61,6 +61,8 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row)["config"]["optimizer"].update(weight_decay=0.0), "weight_decay is 0.0; expected 0.1"),
     (lambda row: entry(row)["config"]["model"]["modes"]["gated_delta"].update(write_range=2), "write_range is 2"),
     (lambda row: entry(row)["val"]["step"].__setitem__(-1, 1919), "ends at step 1919; expected 1920"),
+    (lambda row: entry(row)["val"].update({name: [] for name in entry(row)["val"]}), "it ends at step 0"),
+    (lambda row: entry(row)["annealed"]["loss"].pop(), "its lines are not whole"),
     (lambda row: entry(row)["annealed"]["step"].pop(), "its annealed points are at steps"),
     (lambda row: entry(row)["val"]["tokens"].__setitem__(-1, 10), "10 tokens at step 1920; expected 15728640"),
     (lambda row: entry(row)["annealed"]["train_seconds"].reverse(), "its clock runs backwards"),
@@ -71,6 +73,16 @@ def test_a_whole_row_is_accepted(row):
 def test_what_is_refused(row, change, message):
     change(row)
     assert message in "; ".join(command.problems(row))
+
+
+def test_a_seed_that_diverged_stays_in(row):
+    for name in ("loss", "bits_per_byte"):
+        entry(row)["val"][name][-1] = None
+    assert command.problems(row) == []
+    found = {figure.name: figure for figure in standings_figures.figures(standings.runs_of(row))}
+    (cells,) = found["rung-S"].rows
+    assert cells[-1] == "3"
+    assert cells[3] == "not finite"
 
 
 def test_a_byte_counted_twice_is_found(row):
@@ -110,7 +122,7 @@ def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, ca
     assert not (tmp_path / "S1" / "gated_delta.json").exists()
     given.write_text("{}")
     assert command.main(["--check", str(given)]) == 1
-    assert "not a row of the standings" in capsys.readouterr().err
+    assert "theirs.json" in capsys.readouterr().err
     assert command.main(["--add", str(tmp_path)]) == 2
     assert "no finished runs" in capsys.readouterr().err
 
