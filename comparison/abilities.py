@@ -42,7 +42,7 @@ def _parse(source: str) -> Task | None:
 
 def figures(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> list[Figure]:
     """The grid of :func:`abilities`, and for each task its accuracy against length, depth and distance, of runs that
-    evaluate.py evaluated so; none without synthetic tasks.
+    evaluate.py evaluated so; none without synthetic tasks. All are of the best set-ups, by :func:`best_runs`.
 
     Args:
         runs: runs with unique names.
@@ -52,41 +52,58 @@ def figures(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> lis
     return ([grid] if grid.rows else []) + [figure for place in PLACES for figure in against(runs, place, arm)]
 
 
-def abilities(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> Figure:
-    """A grid of arms and tasks with the val accuracy of each: the mean over the seeds of the set-up with the highest
-    one, such as that of the best learning rate.
+def best_runs(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> list[tuple[str, Task, Run]]:
+    """The finished runs of the best set-up of each arm and task, such as that of the best learning rate, with the
+    arm's name and the task.
 
-    A task that evaluate.py evaluated at longer documents has another column, for the longest. Unfinished runs, and runs
-    without accuracy, do not count.
+    That is the set-up with the highest mean val accuracy, of equal ones with the lowest loss, among those with the most
+    seeds: the others were only tried.
     """
-    with_task = [(run, task, value) for run in runs if (task := task_of(run)) is not None and run.is_finished
-                 and (value := run.final("accuracy")) is not None]
-    name_of, columns = arm or _arm_of([run for run, *_ in with_task]), _columns([task for _, task, _ in with_task])
-    cells: dict[str, dict[str, dict[str, list[tuple[Run, float]]]]] = {}  # by arm, column and set-up
-    for run, task, trained in with_task:
-        found = [(columns[_key(task)], trained)]
+    with_task = [(run, task) for run in runs if (task := task_of(run)) is not None and run.is_finished
+                 and run.final("accuracy") is not None]
+    name_of, found = arm or _arm_of([run for run, _ in with_task]), []
+    for (name, _), alike in group_by(with_task, lambda pair: (name_of(pair[0]), _key(pair[1]))).items():
+        setups = group_by(alike, lambda pair: pair[0].setup).values()
+        found += [(name, task, run) for run, task in max(setups, key=lambda pairs: (
+            len(pairs), _mean(pairs, "accuracy"), -_mean(pairs, "loss")))]
+    order = {run.name: number for number, run in enumerate(runs)}
+    return sorted(found, key=lambda each: order[each[2].name])
+
+
+def _mean(pairs: Sequence[tuple[Run, Task]], quantity: str) -> float:
+    """Over the ends of runs; infinite if one is not finite."""
+    mean = float(np.mean([run.val.points[quantity][-1] for run, _ in pairs]))
+    return mean if math.isfinite(mean) else math.inf
+
+
+def abilities(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> Figure:
+    """A grid of arms and tasks with the val accuracy of each, the mean over the seeds of :func:`best_runs`.
+
+    A task that evaluate.py evaluated at longer documents has another column, for the longest.
+    """
+    best = best_runs(runs, arm)
+    columns = _columns([task for _, task, _ in best])
+    cells: dict[str, dict[str, list[tuple[Run, float]]]] = {}  # by arm and column
+    for name, task, run in best:
+        column, accuracy = columns[_key(task)], run.final("accuracy")
+        assert accuracy is not None
+        found = [(column, accuracy)]
         longest = max(_lengths(run), key=lambda entry: entry["length"], default=None)
         if longest is not None and longest["length"] > task.length:
-            found.append((f"{columns[_key(task)]} at {longest['length']:,}", longest["accuracy"]))
-        for column, value in found:
-            cells.setdefault(name_of(run), {}).setdefault(column, {}).setdefault(run.setup, []).append((run, value))
+            found.append((f"{column} at {longest['length']:,}", longest["accuracy"]))
+        for each, value in found:
+            cells.setdefault(name, {}).setdefault(each, []).append((run, value))
     order = sorted({column for row in cells.values() for column in row}, key=lambda column: (
         list(columns.values()).index(column.partition(" at ")[0]), column))
     lines, rows = [], []
     for name, row in cells.items():
-        points = []
+        points = {}
         for column in (column for column in order if column in row):
-            # The longer documents are those of the set-up that is best at the length of training.
-            there = row[column.partition(" at ")[0]]
-            best = max(there, key=lambda setup: np.mean([value for _, value in there[setup]]))
-            if best in row[column]:
-                values = [value for _, value in row[column][best]]
-                points.append(Point(column, float(np.mean(values)), mean_interval(values),
-                                    tuple(run.name for run, _ in row[column][best])))
-        first = next(iter(next(iter(row.values())).values()))[0][0]
-        lines.append(Line(name, first.attention, tuple(points)))
-        by_column = {point.x: point for point in points}
-        rows.append((name, *(_cell(by_column.get(column)) for column in order)))
+            values = [value for _, value in row[column]]
+            points[column] = Point(column, float(np.mean(values)), mean_interval(values),
+                                   tuple(run.name for run, _ in row[column]))
+        lines.append(Line(name, next(iter(row.values()))[0][0].attention, tuple(points.values())))
+        rows.append((name, *(_cell(points.get(column)) for column in order)))
     remarks = ["Each cell is the val accuracy of the best set-up, such as that of the best learning rate: the mean "
                "over its seeds, and half of the 95 % interval if there are several."] if rows else []
     return Figure("abilities", "Abilities", Axis("task", "category"), "accuracy", tuple(lines),
@@ -139,12 +156,12 @@ def against(runs: Sequence[Run], place: str, arm: Callable[[Run], str] | None = 
         place: a key of ``PLACES``.
         arm: as in :func:`figures`.
     """
-    with_task = [(run, task) for run in runs if run.is_finished and (task := task_of(run)) is not None]
-    columns, found = _columns([task for _, task in with_task]), []
-    for key, of_task in group_by(with_task, lambda pair: _key(pair[1])).items():
+    best, found = best_runs(runs, arm), []
+    columns = _columns([task for _, task, _ in best])
+    for key, of_task in group_by(best, lambda each: _key(each[1])).items():
         values: dict[str, int] = {}
         entries = []
-        for run, task in of_task:
+        for _, task, run in of_task:
             trained = next((entry for entry in _lengths(run) if entry["length"] == task.length), {})
             for entry in _lengths(run) if place == "length" else trained.get(place, []):
                 value = entry["length" if place == "length" else "last"]
