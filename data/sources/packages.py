@@ -37,7 +37,7 @@ def open_packages(selection: Selection) -> Source:
     if wrong := [f"{name} {version} (found {'none' if name not in found else found[name].version})"
                  for name, version in wanted.items() if name not in found or found[name].version != version]:
         raise ConfigError(f"data.source: {PACKAGES} has other versions than are installed: {', '.join(wrong)}; install "
-                          f"them beside, with uv pip install --no-deps --require-hashes --target {own} -r {PINS}")
+                          f"those of {PINS} into {own} too, as docs/standings.md says")
     files, hashes = {}, set()
     for name in sorted(found):
         for file, path, digest in _sources(found[name]):
