@@ -18,7 +18,7 @@ from comparison.runs import Run
 from comparison.study import Variation, mode_fields
 from configs.schema import flatten, groups_of
 from support.errors import ConfigError
-from support.json_files import Natural
+from support.json_files import FileName, Natural
 from training.window_losses import WindowLosses
 
 VERSION = "S1"
@@ -263,7 +263,7 @@ class Row(TypedDict):
 
     format: Natural
     standings: str
-    row: str
+    row: FileName
     attention: str
     options: dict[str, Any]
     baseline: str
@@ -344,6 +344,9 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
     losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
               for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
     found = []
+    if len(entries) < len(row["runs"]):
+        found.append("a run is there twice")
+    found += [f"{place.name}: it is not of the row {row['row']}" for place in losses if place.arm != row["row"]]
     for name, entry in entries.items():
         found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name))]
     if not row["rungs"]:
@@ -364,6 +367,14 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None)
     fields = flatten(groups_of(entry["config"]))
     found += [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
               if fields.get(each) != value]
+    place = Place.of(name)
+    if place is not None and not place.check:
+        contexts = {one["context"] for one in entry["evaluations"]}
+        found += [f"its evaluation at {context:,} tokens is missing" for context in (CONTEXT, *LONGER)
+                  if context not in contexts]
+        windows = len(entry["windows"].get(str(CONTEXT), {}).get("loss", ()))
+        if windows != WINDOWS:
+            found.append(f"it has the losses of {windows} val windows; expected {WINDOWS}")
     val, annealed = entry["val"], entry["annealed"]
     steps = expected["train.steps"]
     if max(val["step"], default=0) != steps:

@@ -140,7 +140,8 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
             "–" if gap is None else number_text(gap[0]),
             "–" if gap is None or gap[1] is None else interval_text(gap[1]),
             "" if gap is None else significance(*gap),
-            _gain(arm, gain), _gain(arm, _gain_in_time(arm, rung, found, speeds)) if speeds else "–",
+            _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
+                arm, _gain_in_time(arm, rung, found, speeds)),
             "–" if (equal := _at_equal_time(arm, rung, found, speeds)) is None else number_text(equal),
             *("–" if each is None else number_text(each) for each in longer),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))

@@ -69,6 +69,10 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row).update(name="S-gated_delta-0.004-seed-7") or entry(
         row, "S-gated_delta-0.004-seed-7")["config"]["train"].update(seed=7), "seed-1 missing"),
     (lambda row: entry(row).update(name="other"), "other: standings S1 has no such run"),
+    (lambda row: entry(row)["evaluations"].pop(), "its evaluation at 16,384 tokens is missing"),
+    (lambda row: entry(row)["windows"]["1024"]["loss"].pop(), "the losses of 127 val windows; expected 128"),
+    (lambda row: row["runs"].append(entry(row)), "a run is there twice"),
+    (lambda row: row.update(row="kda"), "XS-gated_delta-0.004-seed-0: it is not of the row kda"),
 ])
 def test_what_is_refused(row, change, message):
     change(row)
@@ -120,6 +124,9 @@ def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, ca
     assert command.main(["--check", str(given)]) == 1
     assert "gated_delta: rung M is not finished" in capsys.readouterr().err
     assert not (tmp_path / "S1" / "gated_delta.json").exists()
+    given.write_text(json.dumps(row | {"row": "../elsewhere"}))
+    assert command.main(["--check", str(given)]) == 1
+    assert "expected a name without a folder" in capsys.readouterr().err
     given.write_text("{}")
     assert command.main(["--check", str(given)]) == 1
     assert "theirs.json" in capsys.readouterr().err
