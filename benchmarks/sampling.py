@@ -147,7 +147,7 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
         return jax.tree.map(lambda x: jnp.full_like(x, position) if jnp.issubdtype(x.dtype, jnp.integer) else x,
                             state)
 
-    carry, decode = sampler.start(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
+    carry, decode = sampler.start(fill()), sampler.decoder(Sampling(), samples)
     sampled = 0
 
     def sample_tokens() -> jax.Array:

@@ -36,8 +36,9 @@ from training.environment import compilation_cache, git_commit
 ROOT = Path(__file__).parents[1]
 LEAST_SECONDS = 10.0
 """A step with less time is left out: starting a process takes seconds."""
-TESTS = "-q tests/kernels tests/on_a_gpu_test.py --gpu"
-"""Where the tests for a GPU are; other tests may import packages that a GPU machine lacks."""
+TESTS = "-q tests/kernels tests/on_a_gpu_test.py --gpu -p no:benchmark"
+"""Where the tests for a GPU are; other tests may import packages that a GPU machine lacks. pytest-benchmark warns of
+several workers, and our pytest turns warnings into errors."""
 TINY_MODEL = "--width 16 --layers 1 --heads 2 --repeats 3"
 QUICK = {"attention": "contexts --contexts 32 --heads 2 --head-width 16 --dtype bfloat16 --repeats 3 --passes both",
          "train_step": f"--contexts 32,64 --tokens 64 {TINY_MODEL}", "sampling": f"--positions 32,64 {TINY_MODEL}"}
@@ -53,8 +54,9 @@ class Step(NamedTuple):
     """Its part of the time, relative to the steps after it."""
 
 
-# Compiling takes most of the time: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers, a
-# minute for one of 48 layers. --remat is given where a step fits only with it, which saves the compilation of others.
+# Compiling takes most of the time: 1 to 4 s for an attention call, 15 s for a training step of 12 layers, a minute for
+# one of 48 layers; the first step of a context a minute more, in which XLA times candidates for its products. --remat
+# is given where a step fits only with it, which saves the compilation of others.
 STEPS = {
     "correctness": Step("pytest", "", 260),
     "kernel": Step("attention", "kernel --passes both,forward", 100),

@@ -85,7 +85,7 @@ def test_training_steps_give_the_same_bits_each_time(mode):
     step = jit_step(make_train_step(model, config, transform))
 
     def train() -> list[np.ndarray]:
-        state = jax.jit(lambda: initial_state(config, VOCABULARY, transform))()
+        state = initial_state(config, VOCABULARY, transform)
         for _ in range(3):
             state, metrics = step(state, make_batch(config), jnp.float32(1e-3))
         return [np.asarray(x) for x in jax.tree.leaves((state, metrics))]

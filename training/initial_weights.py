@@ -20,7 +20,7 @@ from training.objectives import Objective
 from training.optimizer import model_optimizer
 from training.position import Position
 from training.run_files import load_config
-from training.sharding import make_mesh, place, state_shardings
+from training.sharding import create_sharded, make_mesh, place, state_shardings
 
 
 class InitialWeights(NamedTuple):
@@ -140,8 +140,9 @@ def save_initial_checkpoint(config: RunConfig, objective: Objective, run_dir: Pa
     """
     transform = model_optimizer(config.optimizer, objective.model)
     shapes = jax.eval_shape(lambda: objective.initial(transform))
-    shardings = state_shardings(make_mesh(config), objective.model, shapes)
-    parameters, variables = jax.jit(lambda: objective.initial(transform)[:2], out_shardings=shardings[:2])()
+    mesh = make_mesh(config)
+    shardings = state_shardings(mesh, objective.model, shapes)
+    parameters, variables = create_sharded(lambda: objective.initial(transform)[:2], mesh, shardings[:2])
 
     def chosen(path: Any, leaf: jax.Array) -> jax.Array:
         value = taken.parameters.get(jax.tree_util.keystr(path, simple=True, separator="."))

@@ -37,7 +37,7 @@ from training.position import (
 )
 from training.progress import ProgressBar
 from training.run_files import CONFIG, ENVIRONMENT, read_environment
-from training.sharding import batch_sharding, make_mesh, on_one_device, state_shardings, with_shardings
+from training.sharding import batch_sharding, create_sharded, make_mesh, on_one_device, state_shardings, with_shardings
 from training.signals import Signals, collect_signals
 from training.stall import StallWatch
 
@@ -124,7 +124,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         restored = None if step is None else _restore(checkpoints, step, shapes, shardings)
         timing.enter("compile")
         autotuning.restore(run_dir)
-        state, position = restored or (jax.jit(initial, out_shardings=shardings)(), Position())
+        state, position = restored or (create_sharded(initial, mesh, shardings), Position())
         timing.enter("other")
         logs = writer = samples = None
         if first:

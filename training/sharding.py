@@ -1,7 +1,7 @@
 """Sharding: one mesh with the axes data, fsdp, tensor and context, and the dimensions that they split."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -268,3 +268,15 @@ def state_shardings(mesh: Mesh, model: nnx.Module, state: TrainState) -> TrainSt
 
     optimizer = jax.tree_util.tree_map_with_path(of_parameter, state.optimizer)
     return TrainState(parameters, variables, optimizer)
+
+
+def create_sharded[T](create: Callable[[], T], mesh: Mesh, shardings: T) -> T:
+    """The tree of arrays that ``create`` returns, with a tree of their shardings.
+
+    On one device ``create`` runs without jit, so that XLA compiles an initialisation once for all arrays of a shape. As
+    one program, that of a large model takes minutes to compile for a GPU. On several devices it runs under jit, so that
+    none of them holds the whole tree.
+    """
+    if mesh.size == 1:
+        return jax.device_put(create(), shardings)
+    return jax.jit(create, out_shardings=shardings)()

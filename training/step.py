@@ -74,7 +74,7 @@ def build[M: nnx.Module](model: M, parameters: Any, variables: Any) -> M:
 
 def initial_state(config: Config | MaskedConfig, vocabulary_size: int,
                   transform: optax.GradientTransformationExtraArgs) -> TrainState:
-    """The state before the first update. Call it under jit, so that arrays are created with their sharding."""
+    """The state before the first update; see :func:`training.sharding.create_sharded`."""
     return state_of(make_model(config, vocabulary_size), transform)
 
 

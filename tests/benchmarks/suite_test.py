@@ -52,7 +52,7 @@ def test_the_steps_share_the_time_and_the_cache(tmp_path, monkeypatch):
     assert len(started) == len(suite.STEPS)
     assert all(cache == str(tmp_path / "cache") for cache in caches)
     tests, *timed = started
-    assert tests[2:7] == ["pytest", "-q", "tests/kernels", "tests/on_a_gpu_test.py", "--gpu"]
+    assert tests[2:9] == ["pytest", "-q", "tests/kernels", "tests/on_a_gpu_test.py", "--gpu", "-p", "no:benchmark"]
     assert all(command[command.index("--seconds-per-case") + 1] == "7" for command in timed)
     first, *_, last = limits
     assert first == pytest.approx(540 * 260 / 940, rel=0.01)

@@ -42,7 +42,7 @@ from data.loader import Batch
 from models.gpt import resolve_config
 from training import step as steps
 from training.optimizer import model_optimizer
-from training.sharding import batch_sharding, make_mesh, put, state_shardings
+from training.sharding import batch_sharding, create_sharded, make_mesh, put, state_shardings
 
 CONTEXT = 32
 found, folder = {}, Path(sys.argv[3])
@@ -60,7 +60,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
         transform = model_optimizer(config.optimizer, model)
         initial = lambda: steps.initial_state(config, 32, transform)
         shardings = state_shardings(mesh, model, jax.eval_shape(initial))
-        state = jax.jit(initial, out_shardings=shardings)()
+        state = create_sharded(initial, mesh, shardings)
         step = steps.jit_step(steps.make_train_step(model, config, transform), out_shardings=(shardings, None))
         segments_BT = ids_BT if sys.argv[4] == "segments" else None
         targets_BT = tokens_BT[:, 1:] if segments_BT is None else jnp.where(ids_BT < 0, -1, tokens_BT[:, 1:])

@@ -155,12 +155,12 @@ def compiled_step(objective: ExampleObjective) -> tuple[Any, Callable[[], Callab
     """
     train, transform = objective.config.train, model_optimizer(objective.config.optimizer, objective.model)
     batch = jax.device_put(objective.take("train", np.arange(train.batch_size)))
-    initial, rate = jax.jit(lambda: objective.initial(transform)), jnp.float32(1e-3)
+    rate = jnp.float32(1e-3)
     step = steps.jit_step(objective.update(transform))
-    compiled = step.lower(jax.eval_shape(initial), batch, rate).compile()
+    compiled = step.lower(jax.eval_shape(lambda: objective.initial(transform)), batch, rate).compile()
 
     def begin() -> Callable[[], Array]:
-        state = initial()
+        state = objective.initial(transform)
 
         def run() -> Array:
             nonlocal state
