@@ -1,12 +1,13 @@
 """Train, open and compare runs from Python.
 
-    from lineargpt import compare_runs, load_recipe, open_run, train_run
+    from lineargpt import compare_runs, harness_model, load_recipe, open_run, train_run
 
     run = train_run(load_recipe("configs/quickstart.py", "gated"), "runs/gated")
     run = open_run("runs/gated")
     run.metrics                                # a pandas.DataFrame: loss, tokens, seconds, … of every step
     run.sample("def ", max_new_tokens=100)
     compare_runs(["runs/softmax", run])        # in a notebook: verdict, picture and table
+    lm_eval.simple_evaluate(harness_model(run), tasks=["lambada_openai"])
 
 Runs are those of train.py, compare.py and sample.py: the same code, the same files. Errors are the project's
 (``support/errors.py``): :class:`ConfigError` for a value that cannot be used, a :class:`LineargptError` for a failure.
@@ -48,9 +49,10 @@ from training.metrics import read_columns
 
 if TYPE_CHECKING:
     import tiktoken
+    from lm_eval.api.model import LM
 
-__all__ = ["Config", "ConfigError", "LineargptError", "Run", "RunComparison", "Table", "compare_runs", "load_recipe",
-           "open_run", "train_run"]
+__all__ = ["Config", "ConfigError", "LineargptError", "Run", "RunComparison", "Table", "compare_runs", "harness_model",
+           "load_recipe", "open_run", "train_run"]
 
 type Table = Any
 """A ``pandas.DataFrame``; where pandas is not installed, a dict of NumPy arrays of equal length, by column."""
@@ -210,6 +212,37 @@ def open_run(path: str | Path, checkpoint: int | Literal["newest", "best"] = "ne
         raise ConfigError(f"checkpoint is {checkpoint!r}; expected a step, \"newest\" or \"best\"")
     configure_jax()
     return Run(Path(path), *read_run(Path(path)), checkpoint)
+
+
+def harness_model(run: Run | str | Path, *, max_length: int | None = None, rows: int = 8) -> "LM":
+    """A model for the Python API of lm-evaluation-harness, which the extra ``eval`` installs.
+
+        lm_eval.simple_evaluate(harness_model("runs/gpt2"), tasks=["lambada_openai"])
+
+    Args:
+        run: the run, or its folder.
+        max_length: maximum number of tokens of context and continuation; longer contexts lose their beginning. None:
+            the training context.
+        rows: requests that are read at once.
+
+    Raises:
+        ConfigError: it is a model of images, or ``max_length`` or ``rows`` is out of range.
+        NotImplementedError: an attention mode of the model has no cached decode.
+        LineargptError: model or tokenizer cannot be loaded.
+        ModuleNotFoundError: lm-evaluation-harness is not installed.
+    """
+    from sampling.harness import HarnessModel
+
+    run = run if isinstance(run, Run) else open_run(run)
+    most = run.model.max_length
+    length = run.config.model.context if max_length is None else max_length
+    if length < 1 or (most is not None and length > most):
+        raise ConfigError(f"max_length is {length}; expected a number of tokens from 1"
+                          + (f" to {most}, the model's number of positions" if most is not None else ""))
+    if rows < 1:
+        raise ConfigError(f"rows is {rows}; expected at least 1")
+    return HarnessModel(run.model, run.tokenizer, length, rows=rows,
+                        by_document=run.config.data.packing == "documents")
 
 
 def train_run(config: Config, run_dir: str | Path, *, init_from: str | Path | None = None,

@@ -6,7 +6,7 @@ The untrained model of a recipe samples tokens as ``sample.py`` does. Each mode 
 of its own, which records the time per token and its resident memory, or the memory in use of a GPU. A mode with a
 growing cache samples ``--growing-tokens`` at most. For each of its points it starts anew, with a cache for no more
 tokens. ``late/early`` is the median of the last fifth of the windows over that of the second fifth, because
-the first one warms up. For a growing mode it is the last point over the first. ``evaluate.py`` has the loss at contexts
+the first one warms up. For a growing mode it is the last point over the first. ``eval.py`` has the loss at contexts
 beyond that of training.
 """
 

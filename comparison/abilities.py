@@ -17,7 +17,7 @@ from data.synthetic_tasks import Task
 from support.errors import ConfigError
 
 PLACES = {"length": "tokens", "depth": "depth of the answer, %", "distance": "tokens since the answer"}
-"""What the accuracy of evaluate.py --length is drawn against, and its title."""
+"""What the accuracy of eval.py --length is drawn against, and its title."""
 NOT_OF_ARM = ("data", "model.context", "optimizer", "train", "checkpoint")
 """Groups and fields in which runs of one row of the grid may differ."""
 SIZES = ("documents", "val_documents", "seed", "length")
@@ -42,7 +42,7 @@ def _parse(source: str) -> Task | None:
 
 def figures(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> list[Figure]:
     """The grid of :func:`abilities`, and for each task its accuracy against length, depth and distance, of runs that
-    evaluate.py evaluated so; none without synthetic tasks. All are of the best set-ups, by :func:`best_runs`.
+    eval.py evaluated so; none without synthetic tasks. All are of the best set-ups, by :func:`best_runs`.
 
     Args:
         runs: runs with unique names.
@@ -79,7 +79,7 @@ def _mean(pairs: Sequence[tuple[Run, Task]], quantity: str) -> float:
 def abilities(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> Figure:
     """A grid of arms and tasks with the val accuracy of each, the mean over the seeds of :func:`best_runs`.
 
-    A task that evaluate.py evaluated at longer documents has another column, for the longest.
+    A task that eval.py evaluated at longer documents has another column, for the longest.
     """
     best = best_runs(runs, arm)
     columns = _columns([task for _, task, _ in best])
@@ -139,7 +139,7 @@ def _columns(tasks: Sequence[Task]) -> dict[tuple[str, tuple[tuple[str, Any], ..
 
 
 def _lengths(run: Run) -> list[dict[str, Any]]:
-    """The entries of evaluate.py --length, if they are of the task that the run was trained on, and of its end."""
+    """The entries of eval.py --length, if they are of the task that the run was trained on, and of its end."""
     task, found = task_of(run), run.task_evaluation
     if task is None or found is None or found.get("step") != run.final("step"):
         return []
@@ -177,7 +177,7 @@ def against(runs: Sequence[Run], place: str, arm: Callable[[Run], str] | None = 
 
 
 def _at(run: Run, name: str, entry: dict[str, Any]) -> Run:
-    """A run whose last val line is an entry of evaluate.py --length."""
+    """A run whose last val line is an entry of eval.py --length."""
     loss = math.nan if entry["loss"] is None else entry["loss"]
     line = {axis: values[-1:] for axis, values in run.val.points.items() if axis in ("step", "tokens", "train_seconds")}
     line |= {"loss": np.array([loss]), "accuracy": np.array([entry["accuracy"]])}

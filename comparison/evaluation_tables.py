@@ -1,6 +1,6 @@
-"""The tables of an evaluation, as evaluate.py prints them: title and rows, which map headings to cells."""
+"""The tables of an evaluation, as eval.py prints them: title and rows, which map headings to cells."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.task_evaluation import By
@@ -62,3 +62,18 @@ def with_error(figures: dict[str, Any]) -> str:
     """A loss with its standard error, if known."""
     error = figures["standard_error"]
     return f"{figures['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for each task and metric of lm-evaluation-harness, whose keys are ``METRIC,FILTER``."""
+    found = []
+    for task, figures in results.items():
+        for key, value in figures.items():
+            metric, _, kind = key.partition(",")
+            if not kind or metric.endswith("_stderr") or isinstance(value, str):
+                continue
+            error = figures.get(f"{metric}_stderr,{kind}")
+            found.append({"task": task, "metric": metric if kind == "none" else f"{metric} ({kind})",
+                          "value": f"{value:.4g}",
+                          "standard error": f"{error:.2g}" if isinstance(error, float) else "–"})
+    return found

@@ -401,7 +401,7 @@ def _kind(name: str, places: Sequence[Any], log: bool | None) -> Literal["linear
 
 def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "",
                 arm: Callable[[Run], str] | None = None, besides: Sequence[str] = ()) -> Figure:
-    """Val loss of each attention minus that of a baseline, paired by seed and, with evaluate.py, by window.
+    """Val loss of each attention minus that of a baseline, paired by seed and, with eval.py, by window.
 
     See :func:`comparison.paired.paired_difference`. Paired set-ups differ only in the attention, the options of modes,
     ``best_over`` and ``besides``. A difference whose interval includes zero is not significant. Each interval has a

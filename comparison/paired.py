@@ -59,7 +59,7 @@ class PairedDifference:
 def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool = False) -> PairedDifference | None:
     """The difference of two set-ups, paired by seed and by window.
 
-    Windows are paired if all runs have the losses of the same ones (evaluate.py): those at the training context, or
+    Windows are paired if all runs have the losses of the same ones (eval.py): those at the training context, or
     else at the longest common context. Otherwise the final val losses are paired, unless ``windows_only``.
 
     Args:

@@ -81,9 +81,9 @@ class Run:
     val: Curve
     """The val lines; false if there are none."""
     evaluations: Sequence[dict[str, Any]] = ()
-    """The evaluations in ``evaluation.json``, from evaluate.py."""
+    """The evaluations in ``evaluation.json``, from eval.py."""
     window_losses: Mapping[tuple[str, int, str], WindowLosses] = field(default_factory=dict)
-    """The loss of each window, by corpus, context and checksum of the windows, from evaluate.py."""
+    """The loss of each window, by corpus, context and checksum of the windows, from eval.py."""
     evaluated_step: int | None = None
     """The step of the evaluated checkpoint."""
     sample: str | None = None
@@ -95,7 +95,7 @@ class Run:
     annealed: Curve = field(default_factory=Curve)
     """The annealed points before the end of the run; :attr:`lengths` has also the end."""
     task_evaluation: Mapping[str, Any] | None = None
-    """The contents of ``evaluation-task.json``, from evaluate.py --length."""
+    """The contents of ``evaluation-task.json``, from eval.py --length."""
 
     @property
     def attention(self) -> str:
@@ -352,7 +352,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
             raise RunError(f"{metrics}: the {split} lines have no {missing[0]}, which train.py writes")
     evaluated_step, evaluations, windows = load_evaluations(path)
     if not (train or val or evaluations or may_be_empty):
-        raise RunError(f"{metrics}: no steps yet; train the run first, or evaluate it with evaluate.py")
+        raise RunError(f"{metrics}: no steps yet; train the run first, or evaluate it with eval.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample, sample_image = newest_sample(path / "samples")
     return Run(_name(path.resolve().name), path, config, environment, with_flops(train, per_token),
@@ -397,11 +397,11 @@ def with_flops(curve: Curve, per_token: float | None) -> Curve:
 
 def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
                                           dict[tuple[str, int, str], WindowLosses]]:
-    """What evaluate.py wrote in a run's folder: :attr:`Run.evaluated_step`, :attr:`Run.evaluations` and
+    """What eval.py wrote in a run's folder: :attr:`Run.evaluated_step`, :attr:`Run.evaluations` and
     :attr:`Run.window_losses`.
 
     They are None and empty without an evaluation, and for one whose files are damaged or do not belong together, which
-    a warning names: evaluate.py replaces one file after the other, and may end in between.
+    a warning names: eval.py replaces one file after the other, and may end in between.
     """
     try:
         found: dict[str, Any] = _shown(read_evaluations(path)) if (path / EVALUATION).is_file() else {"evaluations": []}
@@ -415,7 +415,7 @@ def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
 
 
 def load_task_evaluation(path: Path) -> dict[str, Any] | None:
-    """What evaluate.py --length wrote in a run's folder; None without it, or if it is damaged, which a warning says."""
+    """What eval.py --length wrote in a run's folder; None without it, or if it is damaged, which a warning says."""
     try:
         return _shown(read_task_evaluation(path)) if (path / TASK_EVALUATION).is_file() else None
     except RunError as error:

@@ -203,7 +203,7 @@ def _classes(found: Standing) -> list[Figure]:
 
 
 def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
-    """Share and loss of each class, by partition; empty without evaluate.py --by-token-class."""
+    """Share and loss of each class, by partition; empty without eval.py --by-token-class."""
     return {one["partition"]: {each["class"]: (each["share"], each["loss"]) for each in one["classes"]}
             for entry in run.evaluations for one in entry.get("token_classes", ())}
 
@@ -221,7 +221,7 @@ def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
 
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:
-    """The mean loss at another context, of evaluate.py; None without it."""
+    """The mean loss at another context, of eval.py; None without it."""
     losses = [entry["loss"] for run in runs for entry in run.evaluations if entry["context"] == context]
     return float(np.mean(losses)) if losses and None not in losses else None
 

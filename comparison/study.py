@@ -58,7 +58,7 @@ class Variation:
     command: str = "train.py"
     """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
     evaluation: Sequence[str] = ()
-    """Arguments of evaluate.py, which evaluates the trained run: ``("--length", "64,512")``. Empty: it is not."""
+    """Arguments of eval.py, which evaluates the trained run: ``("--length", "64,512")``. Empty: it is not."""
 
     def flags(self) -> list[str]:
         """Recipe, attention and fields as arguments of the command."""

@@ -1,4 +1,4 @@
-"""Differences of set-ups in the loss of tokens by class, paired by seed and window: evaluate.py --by-token-class."""
+"""Differences of set-ups in the loss of tokens by class, paired by seed and window: eval.py --by-token-class."""
 
 import math
 from collections.abc import Sequence

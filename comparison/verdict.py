@@ -35,7 +35,7 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     A difference between means over seeds is significant if its 95 % confidence interval (Welch's, by Student's t)
     excludes zero. With more than two set-ups, the lowest is compared with each of the others, corrected for multiple
     comparisons (Bonferroni, 95 % in total). The variance of a single seed is assumed to be that of the set-up compared
-    with; with one seed each there is no interval. If evaluate.py has written the losses of val windows, set-ups are
+    with; with one seed each there is no interval. If eval.py has written the losses of val windows, set-ups are
     also compared paired by seed and window: see :func:`comparison.paired.paired_sentences`.
 
     The place of comparison is the end of the shortest run. Two kinds of runs do not count for it: a run more than a

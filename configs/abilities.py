@@ -2,7 +2,7 @@
 
     python train.py configs/abilities.py --attention gated_delta --model.modes.gated_delta.write-range 2
     python train.py configs/abilities.py --attention kda --data.source mqar:length=64,pairs=8 --run-dir runs/mqar-kda
-    python evaluate.py runs/abilities-gated_delta --length 64,128,256,512
+    python eval.py runs/abilities-gated_delta --length 64,128,256,512
 
 The task here is parity, the word problem of the group Z2, at 64 tokens. docs/abilities.md lists the tasks. The context
 is the length of the documents.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -305,6 +305,29 @@ class Sampler:
             return self.start(read if samples == 1 else self._rows(read, samples, self._room(tokens)))
 
         return Generation(start, self.decoder(sampling, samples, resumable=resumable), max_new_tokens)
+
+    def generate_each(self, prompts: Sequence[np.ndarray], sampling: Sampling, *, max_new_tokens: int,
+                      room: int) -> Generation:
+        """Sample one continuation of each prompt, of up to ``max_new_tokens`` tokens.
+
+        Args:
+            prompts: token ids of each row, of any lengths (T,).
+            sampling: sampling options.
+            max_new_tokens: maximum number of tokens of each continuation.
+            room: number of tokens for which a ``growing`` cache has room, at least those of a row.
+
+        Raises:
+            ConfigError: as :meth:`generate`.
+        """
+        sampling.check()
+        for prompt_T in prompts:
+            self.length(prompt_T)
+
+        def start() -> tuple[DecodeState, Array]:
+            rows = [self._encode(prompt_T, room, None) for prompt_T in prompts]
+            return self.start(jax.tree.map(lambda *x: jnp.concatenate(x), *rows))
+
+        return Generation(start, self.decoder(sampling, len(prompts)), max_new_tokens)
 
     def decoder(self, sampling: Sampling, samples: int = 1, *, resumable: bool = False) -> Callable[..., tuple]:
         """The function ``decode(state, ended_B, count)``, which samples the next tokens asynchronously.

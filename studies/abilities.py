@@ -63,7 +63,7 @@ TASKS: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
     "mano": ("mano:operations=2", {STEPS: 500}, ()),
     "Z3": ("words:group=Z3,length=64", {STEPS: 1000, "train.batch_size": 64}, LONGER),
 }
-"""Source, fields and arguments of evaluate.py, by the name of the task. The letters of S3 are exchanges of two things,
+"""Source, fields and arguments of eval.py, by the name of the task. The letters of S3 are exchanges of two things,
 without the rotations. Z3 is not learned with batches of 32."""
 MAIN = 8
 """Number of arms that come first, so that an unfinished study has all tasks of them."""

@@ -21,7 +21,7 @@ from configs.schema import RunConfig, flatten, groups_of
 from support.errors import ConfigError
 from support.flags import flag_types
 
-EVALUATE = "evaluate.py"
+EVALUATE = "eval.py"
 RESULT = "result.json"
 """File that a benchmark of a study writes into its folder."""
 NOT_OF_RESULT = tuple(name for name in NOT_OF_SETUP if name != "train.seed")
@@ -150,7 +150,7 @@ def parse(module: ModuleType, variation: Variation, where: str) -> Any:
 
 
 def check_evaluation(variation: Variation, trained: bool, where: str) -> None:
-    """Raises :class:`ConfigError` if evaluate.py cannot follow a command, or would not take its arguments."""
+    """Raises :class:`ConfigError` if eval.py cannot follow a command, or would not take its arguments."""
     if not trained:
         raise ConfigError(f"{where}: {variation.command} does not train a run that {EVALUATE} could evaluate")
     known = flag_types(module_of(EVALUATE, where).Options)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import evaluate
+import eval
 import sample
 from comparison import compare
 from comparison.page import payload
@@ -61,14 +61,14 @@ def test_val_lines_have_bits_per_dimension(folder):
 
 def test_evaluation_of_val_and_of_test(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert main(evaluate, folder / "run", "--windows", 4) == 0
+    assert main(eval, folder / "run", "--windows", 4) == 0
     line, = small_run.lines(folder / "run", "val")
     entry, = json.loads((folder / "run" / "evaluation.json").read_text())["evaluations"]
     assert (entry["windows"], entry["tokens"], entry["short_context"]) == (4, 48, [])
     assert entry["bits_per_dimension"] == pytest.approx(line["bits_per_dimension"], rel=1e-5)
     before = (folder / "run" / "evaluation.json").read_bytes()
     capsys.readouterr()
-    assert main(evaluate, folder / "run", "--split", "test") == 0  # on all of it
+    assert main(eval, folder / "run", "--split", "test") == 0  # on all of it
     assert (folder / "run" / "evaluation.json").read_bytes() == before
     entry, = json.loads((folder / "run" / "evaluation-test.json").read_text())["evaluations"]
     assert (entry["windows"], entry["tokens"]) == (10, 120)
@@ -79,7 +79,7 @@ def test_evaluation_of_val_and_of_test(folder, tmp_path, capsys, monkeypatch):
     (tmp_path / "other").mkdir()
     for number in range(3):
         Image.new("L", (2, 6)).save(tmp_path / "other" / f"{number}.png")
-    assert main(evaluate, folder / "run", "--data.source", tmp_path / "other") == 2
+    assert main(eval, folder / "run", "--data.source", tmp_path / "other") == 2
     assert "has 6 × 2 pixels, grey, 256 levels; expected the images of " in capsys.readouterr().err
 
 

@@ -35,12 +35,12 @@ FAKE = '''
 import json, os, signal, sys, time
 from pathlib import Path
 
-if "--run-dir" not in sys.argv:  # evaluate.py
+if "--run-dir" not in sys.argv:  # eval.py
     folder = Path(sys.argv[1])
     with (folder.parent.parent / "evaluated.txt").open("a") as file:
         print(folder.name, *sys.argv[2:], file=file)
     if (folder.parent.parent / "unevaluable").exists():
-        sys.exit("evaluate.py: a task that does not fit\\nTraceback")
+        sys.exit("eval.py: a task that does not fit\\nTraceback")
     sys.exit()
 flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 folder = Path(flags["--run-dir"])
@@ -347,9 +347,9 @@ def test_a_folder_that_holds_something_else_is_not_touched(made: SweptStudy, cap
     ("return grid(", 'return [Variation("a", RECIPE, command="trane.py")] + grid(', "no command trane.py"),
     ("return grid(", 'return [Variation("a")] + grid(', "train.py requires a recipe"),
     ("return grid(", 'return [Variation("a", RECIPE, evaluation=("--lenght", "8"))] + grid(',
-     "run a: evaluate.py has no flag --lenght; perhaps you meant --length"),
+     "run a: eval.py has no flag --lenght; perhaps you meant --length"),
     ("return grid(", 'return [Variation("a", command="benchmarks.train_step", evaluation=("--length", "8"))] + grid(',
-     "benchmarks.train_step does not train a run that evaluate.py could evaluate"),
+     "benchmarks.train_step does not train a run that eval.py could evaluate"),
     ("return grid(", "return [] and grid(", "get_runs returns no runs"),
     ("return grid(", "1 / 0\n    return grid(", "get_runs failed: ZeroDivisionError"),
     ("def get_runs(", "def runs(", "not a study; expected a function get_runs(quick)"),
@@ -385,7 +385,7 @@ def test_a_run_is_evaluated_after_its_training(made: SweptStudy, capsys):
     made.change("return grid(", 'return [Variation("a", RECIPE, "softmax", evaluation=("--length", "8,16"))] or grid(')
     (made.folder / "unevaluable").touch()
     assert made.sweep() == 1
-    assert "a: exit code 1: evaluate.py: a task that does not fit\n" in capsys.readouterr().err
+    assert "a: exit code 1: eval.py: a task that does not fit\n" in capsys.readouterr().err
     assert not read_json(made.out / "a" / "run.json")["finished"]
     (made.folder / "unevaluable").unlink()
     assert made.sweep() == 0  # train.py does not train again what is finished

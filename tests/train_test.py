@@ -424,7 +424,7 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
 def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_path, capsys, change, said):
     import compare
     import convert
-    import evaluate
+    import eval
     import sample
 
     values = edited.contents(run_dir / "config.json")
@@ -434,7 +434,7 @@ def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_
     message = f"{run_dir / 'config.json'}: {said}; this version of lineargpt reads formats 1 to 2: use the version that"
     assert message in refused(capsys, 1, recipe, "--run-dir", run_dir)
     assert message in refused(capsys, 1, recipe, "--run-dir", tmp_path / "new", "--init-from", run_dir)
-    for command, arguments in ((sample, []), (evaluate, []), (compare, ["--out", str(tmp_path / "page.html")])):
+    for command, arguments in ((sample, []), (eval, []), (compare, ["--out", str(tmp_path / "page.html")])):
         assert command.main([str(run_dir), *arguments]) == 1
         assert message in capsys.readouterr().err
     assert convert.main(["export", str(run_dir), "--out", str(tmp_path / "out")]) == 1

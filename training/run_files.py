@@ -77,7 +77,7 @@ class Evaluation(TypedDict):
 
 
 class Evaluations(TypedDict):
-    """``evaluation.json``, of evaluate.py."""
+    """``evaluation.json``, of eval.py."""
 
     step: NotRequired[Natural | None]
     evaluations: list[Evaluation]
@@ -108,7 +108,7 @@ class AtLength(TypedDict):
 
 
 class TaskEvaluation(TypedDict):
-    """``evaluation-task.json``, of evaluate.py --length."""
+    """``evaluation-task.json``, of eval.py --length."""
 
     step: NotRequired[Natural | None]
     task: str
@@ -157,7 +157,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Any]:
         JsonError: it is damaged.
         OSError: it cannot be read.
     """
-    return json_files.read(run_dir / EVALUATION, Evaluations, remedy="run evaluate.py again")
+    return json_files.read(run_dir / EVALUATION, Evaluations, remedy="run eval.py again")
 
 
 def read_task_evaluation(run_dir: Path) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def read_task_evaluation(run_dir: Path) -> dict[str, Any]:
         JsonError: it is damaged.
         OSError: it cannot be read.
     """
-    return json_files.read(run_dir / TASK_EVALUATION, TaskEvaluation, remedy="run evaluate.py --length again")
+    return json_files.read(run_dir / TASK_EVALUATION, TaskEvaluation, remedy="run eval.py --length again")
 
 
 def write_run_files(run_dir: Path, config: RunConfig, environment: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The losses of val windows, for paired comparisons of runs: RUN/evaluation-windows.npz.
 
-evaluate.py writes the file. For evaluation i in ``evaluation.json``, counted from 0, it has ``loss_i``, float64, the
+eval.py writes the file. For evaluation i in ``evaluation.json``, counted from 0, it has ``loss_i``, float64, the
 sum of the loss over the tokens of each window, in nats, and ``tokens_i``, int32, the number of tokens. It takes about
-ten bytes per window. With evaluate.py --by-token-class, ``class_loss_i_p`` and ``class_tokens_i_p`` have the same for
+ten bytes per window. With eval.py --by-token-class, ``class_loss_i_p`` and ``class_tokens_i_p`` have the same for
 each class of the partition p, a column each. This module does not import jax.
 """
 
@@ -84,7 +84,7 @@ def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]
             found = [WindowLosses(arrays[f"loss_{i}"], arrays[f"tokens_{i}"], _classes(arrays, i))
                      for i in range(len(evaluations))]
     except Exception as error:  # zipfile, zlib and NumPy raise different errors
-        raise RunError(f"{path} is damaged ({error}); run evaluate.py again") from error
+        raise RunError(f"{path} is damaged ({error}); run eval.py again") from error
     for entry, windows in zip(evaluations, found, strict=True):
         loss = windows.loss_N.sum() / max(1, windows.tokens_N.sum())
         expected = math.nan if entry["loss"] is None else entry["loss"]
@@ -92,7 +92,7 @@ def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]
         if len(windows.loss_N) != entry["windows"] or not np.isclose(loss, expected, rtol=1e-6, equal_nan=True) or any(
                 not np.allclose(loss_N, windows.loss_N, equal_nan=True) or (tokens_N != windows.tokens_N).any()
                 for loss_N, tokens_N in sums):
-            raise RunError(f"{path} does not match evaluation.json; run evaluate.py again")
+            raise RunError(f"{path} does not match evaluation.json; run eval.py again")
     return found
 
 

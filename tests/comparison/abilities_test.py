@@ -137,7 +137,7 @@ def test_a_damaged_evaluation_is_left_out_with_a_warning(tmp_path):
     entry = json.loads((path / "evaluation-task.json").read_text())
     entry["lengths"][0]["accuracy"] = "high"
     (path / "evaluation-task.json").write_text(json.dumps(entry))
-    with pytest.warns(UserWarning, match="by length is left out: .*evaluation-task.json.*evaluate.py --length again"):
+    with pytest.warns(UserWarning, match="by length is left out: .*evaluation-task.json.*eval.py --length again"):
         assert load_run(path).task_evaluation is None
 
 

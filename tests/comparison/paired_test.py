@@ -111,7 +111,7 @@ def test_an_evaluation_whose_files_are_damaged_or_do_not_belong_together_is_left
         assert found.val.points["loss"].tolist() == run.val.points["loss"].tolist()
         assert (found.evaluated_step, found.evaluations, found.window_losses) == (None, [], {})
 
-    left_out(f"{file} does not match evaluation.json; run evaluate.py again")
+    left_out(f"{file} does not match evaluation.json; run eval.py again")
     file.write_bytes(whole[:-30])
     left_out(f"{file} is damaged")
     file.unlink()

@@ -70,7 +70,7 @@ def write_windows(path: Path, losses: Sequence[float], *, tokens: Sequence[int] 
 
 
 def write_evaluated(path: Path, mode: str = "softmax", *, source: str = "python-stdlib", context: int = 32) -> Path:
-    """A run as imported by convert and evaluated by evaluate.py, without a training log."""
+    """A run as imported by convert and evaluated by eval.py, without a training log."""
     path.mkdir(parents=True)
     config = Config(model=ModelConfig(attention=(mode,), context=context), data=DataConfig(source=source))
     (path / "config.json").write_text(json.dumps(config.to_dict()))

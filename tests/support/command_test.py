@@ -218,7 +218,7 @@ ENTRIES = [str(path.relative_to(ROOT)) for folder, pattern in (
 
 
 def test_the_commands_are_found():
-    assert {"train.py", "sample.py", "compare.py", "evaluate.py", "convert.py", "lra/train.py", "lra/table.py",
+    assert {"train.py", "sample.py", "compare.py", "eval.py", "convert.py", "lra/train.py", "lra/table.py",
             "lra/efficiency.py", "lra/approximation.py", "lra/tasks/pathfinder.py", "data/prepare.py",
             "benchmarks/attention.py"} <= set(ENTRIES)
 

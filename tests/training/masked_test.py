@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import compare
-import evaluate
+import eval
 import sample
 from configs.schema import EncoderConfig, MaskedConfig, TrainConfig, config_class
 from data.loader import Batch
@@ -153,7 +153,7 @@ def test_a_run_is_drawn_and_other_commands_refuse_it(recipe: Path, run: Path, tm
     assert compare.main([str(run), "--out", str(page)]) == 0
     assert "masked token" in page.read_text()
     capsys.readouterr()
-    for command in (sample.main, evaluate.main):
+    for command in (sample.main, eval.main):
         assert command([str(run)]) == 2
         assert f"{run} is a masked-language-model run of train.py; expected a language-model run" in (
             capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""evaluate.py as a command, on tiny runs trained here; its results against plain forward passes."""
+"""eval.py as a command, on tiny runs trained here; its results against plain forward passes."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ import pytest
 import tiktoken
 from flax import nnx
 
-import evaluate
+import eval
 from comparison.runs import load_evaluations, load_run
 from data import synthetic_tasks, tokenizers
 from data.loader import Batch, Corpora, fixed_batches
@@ -64,7 +64,7 @@ def learned(folder) -> Path:
 
 
 def run(*arguments: object) -> int:
-    return evaluate.main([str(argument) for argument in arguments])
+    return eval.main([str(argument) for argument in arguments])
 
 
 def found(run_dir: Path) -> dict:
@@ -128,19 +128,19 @@ def test_results_are_printed_before_they_are_written(folder, tmp_path, capsys, m
 
     for name in ("write", "write_window_losses"):
         with monkeypatch.context() as patch:
-            patch.setattr(evaluate, name, fails)
+            patch.setattr(eval, name, fails)
             capsys.readouterr()
             assert run(run_dir, "--batches", "1") == 1
         out, err = capsys.readouterr()
         (loss,) = re.findall(r"step 2, chunked.*?│ +32 │ +4 │ +128 │ +(\d\.\d{4}) ± ", out, re.DOTALL)
         assert err.splitlines()[-1].startswith(
-            f"evaluate.py: the printed results are not in {run_dir}/evaluation.json: the folder cannot be written "
+            f"eval.py: the printed results are not in {run_dir}/evaluation.json: the folder cannot be written "
             "(Read-only file system); free disk space, or evaluate a copy")
     assert not (run_dir / "evaluation.json").exists()
     # Output that fails ends it no earlier than a failing file.
-    monkeypatch.setattr(evaluate, "print_texts", fails)
+    monkeypatch.setattr(eval, "print_texts", fails)
     assert run(run_dir, "--batches", "1") == 1
-    assert "evaluate.py: standard output cannot be written (Read-only file system); the results are in " in (
+    assert "eval.py: standard output cannot be written (Read-only file system); the results are in " in (
         capsys.readouterr().err)
     (entry,) = found(run_dir)["evaluations"]
     assert f"{entry['loss']:.4f}" == loss
@@ -166,7 +166,7 @@ def test_damaged_val_tokens_are_noticed(folder, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_devices_that_share_rows_and_parameters_score_as_one(folder):
-    flags = [sys.executable, "evaluate.py", str(folder / "none"), "--windows", "8"]
+    flags = [sys.executable, "eval.py", str(folder / "none"), "--windows", "8"]
     environment = os.environ | several_devices.environment(2)
     losses = []
     for devices in "12":
@@ -316,7 +316,7 @@ def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys)
         bytes([i]): i for i in range(256)}, special_tokens={"<|endoftext|>": 50256})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizers, "load", lambda name: large)
-        patch.setattr(evaluate, "open_corpora", lambda data: pytest.fail("prepared for nothing"))
+        patch.setattr(eval, "open_corpora", lambda data: pytest.fail("prepared for nothing"))
         said = refused(capsys, 2, run_dir, "--data.source", folder / "texts")
     assert "the tokenizer gpt2 has a vocabulary of 50257 tokens, the model of" in said
 
@@ -371,3 +371,54 @@ def test_classes_of_tokens_add_up_to_the_loss(folder, capsys, tmp_path):
 def test_a_corpus_without_text_has_no_classes(recall, capsys):
     assert "symbols of a generated corpus, which have no classes of tokens; expected text" in refused(
         capsys, 2, recall, "--by-token-class")
+
+
+def test_tasks_of_lm_evaluation_harness(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data.jsonl").write_text('{"text": "def f(self):"}\n')
+    (tmp_path / "task.yaml").write_text(f"""
+task: bytes
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "data.jsonl"}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+""")
+    shutil.copytree(folder / "none", tmp_path / "run")
+    assert run(tmp_path / "run", "--tasks", "bytes", "--task-dir", tmp_path, "--limit", 1) == 0
+    out = capsys.readouterr().out
+    written = json.loads((tmp_path / "run" / "evaluation-harness.json").read_text())
+    bits = written["harness"]["results"]["bytes"]["bits_per_byte,none"]
+    loaded = load_model(tmp_path / "run")
+    text = b"def f(self):"
+    x_BTE, _ = loaded.model.forward(jnp.array([[256, *text[:-1]]]))
+    loss = float(loaded.model.head.loss_sum(x_BTE, jnp.array([[*text]]))) / len(text)
+    assert bits == pytest.approx(loss / math.log(2), rel=1e-5)
+    assert f"{bits:.4g}" in out
+    assert (written["step"], written["limit"]) == (loaded.step, 1)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["--tasks", ","], "--tasks names no task; expected one or more, comma-separated, such as lambada_openai"),
+    (["--tasks", "a", "--by-token-class"], "--by-token-class and --tasks are mutually exclusive"),
+    (["--tasks", "a", "--limit", 0], "--limit is 0; expected at least 1"),
+    (["--tasks", "a", "--fewshot", -1], "--fewshot is -1; expected at least 0"),
+    (["--tasks", "a", "--task-dir", "nowhere"], "--task-dir nowhere: there is no such folder"),
+    (["--task-dir", "nowhere"], "--task-dir requires --tasks"),
+    (["--limit", 3], "--limit requires --tasks")])
+def test_flags_of_tasks_that_do_not_fit(folder, capsys, arguments, expected):
+    assert expected in refused(capsys, 2, folder / "none", *arguments)
+
+
+def test_the_earlier_name_names_this_one_and_leaves_the_package_to_imports(tmp_path):
+    root = Path(eval.__file__).parent
+    done = subprocess.run([sys.executable, root / "evaluate.py", "RUN"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "evaluate.py is now eval.py: python eval.py RUN\n")
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "__init__.py").write_text("from evaluate.part import value")
+    (tmp_path / "evaluate" / "part.py").write_text("value = 42")
+    code = f"import sys; sys.path.insert(1, {str(tmp_path)!r}); import evaluate; print(evaluate.value)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert (done.returncode, done.stdout) == (0, "42\n")

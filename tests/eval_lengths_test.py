@@ -1,4 +1,4 @@
-"""evaluate.py --length and --by on tiny runs of synthetic tasks, against plain forward passes."""
+"""eval.py --length and --by on tiny runs of synthetic tasks, against plain forward passes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import evaluate
+import eval
 from data import synthetic_tasks
 from data.loader import fixed_batches
 from data.token_files import TokenFiles
@@ -43,7 +43,7 @@ def train(recipe: Path, name: str, source: str, *flags: str) -> int:
 
 
 def run(*arguments: object) -> int:
-    return evaluate.main([str(argument) for argument in arguments])
+    return eval.main([str(argument) for argument in arguments])
 
 
 def refused(capsys, *arguments: object) -> str:
