@@ -17,7 +17,7 @@ venv := .venv/.complete
 cpu_build := --require-hashes --requirement requirements.lock
 cuda_build := --requirement requirements.lock --requirement pyproject.toml --extra cuda
 
-.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart lock clean always
+.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart zoo lock clean always
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,10 @@ quickstart: $(venv)  ## train softmax, chunked and gated, compare them on one pa
 	$(python) sample.py runs/quickstart-softmax --prompt "def " --max-new-tokens 200
 	$(python) sample.py runs/quickstart-chunked --prompt "def " --max-new-tokens 200
 	$(python) sample.py runs/quickstart-gated --prompt "def " --max-new-tokens 200
+
+zoo: quickstart  ## write the weights of the quickstart's models, each with a model card, to runs/zoo
+	for mode in softmax chunked gated; do [ -e runs/zoo/$$mode ] || \
+		$(python) convert.py export runs/quickstart-$$mode --format lineargpt --out runs/zoo/$$mode || exit; done
 
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
 

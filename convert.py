@@ -1,12 +1,15 @@
-"""GPT-2's published weights in and out, in the format of ``transformers``: config.json and model.safetensors.
+"""GPT-2's published weights in, and the models of runs out: config.json and model.safetensors.
 
     python convert.py import openai-community/gpt2 --out runs/gpt2
     python convert.py export runs/softmax --out exported/softmax
+    python convert.py export runs/gated --out exported/gated
 
 ``import`` creates a run folder with a checkpoint at step 0 from a model of the Hugging Face Hub or a local folder. Use
 it with sample.py and train.py --init-from. Its compute dtype is float32, so that the logits equal the published
-model's. ``export`` writes a softmax model with learned positions. Both preserve every weight bit for bit. Only
-safetensors files are read, no pickles. The model has no dropout.
+model's. ``export`` writes a softmax model with learned positions in the format of ``transformers``, and every other
+model in our own, with a model card, which sample.py, eval.py, train.py --init-from and lineargpt.open_run read like a
+run. All of them preserve every weight bit for bit. Only safetensors files are read, no pickles. The model has no
+dropout.
 """
 
 from support import interrupts, packages
@@ -20,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import jax
 import tyro
@@ -36,11 +40,14 @@ from support.files import replacing
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED, environment
 from training.loading import load_model
+from training.portable import write_portable
 from training.position import Position
 from training.run_files import write_run_files
 
 END_TOKENS = ("bos_token_id", "eos_token_id")
 """Fields of the published config.json that are kept for the export. Other runs take them from the tokenizer."""
+
+type Format = Literal["auto", "gpt2", "lineargpt"]
 
 END_OF_TEXT = {"bytes": 256, "gpt2": 50_256}
 """The end-of-text token of tokenizers whose vocabulary ends with it."""
@@ -86,23 +93,37 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
              "model, sample.py cannot")
 
 
-def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
-    """Write the model of a run for ``transformers``: ``out/config.json`` and ``out/model.safetensors``.
+def export_weights(run: Path, out: Path, *, step: int | None = None, format: Format = "auto") -> None:
+    """Write the model of a run to the folder ``out``.
 
     Parameters are float32; those of an imported run keep their original dtypes.
 
     Args:
-        run: a run with softmax attention in every layer and learned positions.
+        run: a run.
         out: the folder to create.
         step: step of the checkpoint; None: the newest intact one.
+        format: ``gpt2``, that of ``transformers``, for softmax attention in every layer and learned positions;
+            ``lineargpt``, for every mode; ``auto``: the first that supports the model.
 
     Raises:
-        ConfigError: GPT-2's format cannot describe the model, ``out`` exists, or ``run`` is not a run.
+        ConfigError: the format does not support the model, ``out`` exists, or ``run`` is not a run.
         WeightsError: ``out`` cannot be written.
         RunError, CheckpointError: as ``training.loading.load_model``.
     """
     _check_free(out)
     loaded = load_model(run, step)
+    if format == "auto":
+        try:
+            gpt2_format.check(loaded.model, str(run))
+            format = "gpt2"
+        except ConfigError:
+            format = "lineargpt"
+    if format == "lineargpt":
+        with _written_beside(out) as beside:
+            count = write_portable(beside, run, loaded.model, loaded.config, loaded.environment, loaded.step)
+        status(f"{out}: {count:,} parameters of {run}, step {loaded.step:,}, with a model card")
+        return
+    gpt2_format.check(loaded.model, str(run))
     published = loaded.environment.get(PUBLISHED, {})
     end_of_text = _end_of_text(loaded.config.data.tokenizer, loaded.model.vocab_size)
     with _written_beside(out) as beside:
@@ -175,15 +196,17 @@ def _import(source: str, /, *, out: Path, tokenizer: str | None = None) -> None:
     import_weights(source, out, tokenizer=tokenizer)
 
 
-def _export(run: Path, /, *, out: Path, step: int | None = None) -> None:
-    """Write the model of a softmax run as config.json and model.safetensors, for transformers.
+def _export(run: Path, /, *, out: Path, step: int | None = None, format: Format = "auto") -> None:
+    """Write the model of a run as config.json and model.safetensors.
 
     Args:
         run: Run folder.
         out: Folder to write.
         step: Step of the checkpoint. None: the latest.
+        format: gpt2: for transformers, of softmax attention with learned positions alone; lineargpt: every mode, with a
+            model card; auto: gpt2 where it supports the model.
     """
-    export_weights(run, out, step=step)
+    export_weights(run, out, step=step, format=format)
 
 
 def command(arguments: Sequence[str]) -> None:

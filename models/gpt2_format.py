@@ -171,7 +171,8 @@ def write(folder: Path, model: GPT, *, source: str, dtypes: dict[str, str], fiel
     """
     from safetensors.numpy import save_file
 
-    tensors = _tensors_of(model, source, dtypes)
+    check(model, source)
+    tensors = _tensors_of(model, dtypes)
     config = model.config
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers requires the format
     write_json(folder / CONFIG, {
@@ -197,8 +198,8 @@ def read_file(path: Path) -> dict[str, Any]:
     return read_json(path, WeightsError)
 
 
-def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np.ndarray]:
-    """All tensors by published name, as saved by :func:`write`."""
+def check(model: GPT, source: str) -> None:
+    """Raises :class:`ConfigError` if the format does not support a model; ``source`` is its name in the message."""
     config = model.config
     others = sorted(set(layer_modes(config)) - {"softmax"})
     if others:
@@ -216,9 +217,13 @@ def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np
         raise ConfigError(f"{source}: model.head is {config.head}; GPT-2's format supports only tied")
     if config.positions != "learned":
         raise ConfigError(f"{source}: model.positions is {config.positions}; GPT-2's format supports only learned")
+
+
+def _tensors_of(model: GPT, dtypes: dict[str, str]) -> dict[str, np.ndarray]:
+    """All tensors by published name, as saved by :func:`write`."""
     ours = {_name(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     tensors = {}
-    for name, parts in published_names(config.layers).items():
+    for name, parts in published_names(model.config.layers).items():
         tensor = ours.pop(parts[0]) if len(parts) == 1 else np.concatenate([ours.pop(part) for part in parts], axis=-1)
         tensors[f"transformer.{name}"] = np.ascontiguousarray(tensor.astype(DTYPES[dtypes.get(name, "F32")]))
     assert not ours, f"parameters without a published name: {', '.join(ours)}"

@@ -21,7 +21,7 @@ from configs.schema import Config, ModelConfig
 from convert import import_weights
 from models import gpt2_format
 from models.gpt import GPT, resolve_config
-from support.errors import ConfigError, RunError, WeightsError
+from support.errors import CheckpointError, ConfigError, RunError, WeightsError
 from tests import small_run
 from training.checkpoint import Checkpoints
 from training.loading import load_model
@@ -214,8 +214,66 @@ def test_what_the_format_cannot_say_is_not_exported(tmp_path, capsys, changes, m
         checkpoints.save(1, {"parameters": nnx.to_pure_dict(nnx.state(model, nnx.Param))})
     (run / "config.json").write_text(json.dumps(Config(model=model.config).to_dict()))
     (run / "environment.json").write_text(json.dumps({"vocabulary_size": 97}))
-    assert message in refused(capsys, 2, "export", run, "--out", tmp_path / "no")
+    assert message in refused(capsys, 2, "export", run, "--out", tmp_path / "no", "--format", "gpt2")
     assert not (tmp_path / "no").exists()
+
+
+# Every mode
+
+
+@pytest.fixture(scope="module")
+def performer(tmp_path_factory) -> Path:
+    """A run with parameters and variables."""
+    folder = tmp_path_factory.mktemp("performer")
+    assert small_run.run(small_run.make(folder), "--attention", "performer,gated", "--run-dir", folder / "run") == 0
+    return folder / "run"
+
+
+def test_a_model_of_any_mode_goes_out_and_is_opened_like_its_run(performer, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert convert.main(["export", str(performer), "--out", str(out)]) == 0
+    there, here = load_model(performer), load_model(out)
+    assert (here.step, here.config) == (there.step, there.config)
+    pairs = zip(*(jax.tree.leaves_with_path(nnx.state(one.model)) for one in (there, here)), strict=True)
+    for (path, expected), (same, found) in pairs:
+        assert path == same
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), path
+    assert jax.tree.leaves(nnx.state(here.model, nnx.Not(nnx.Param)))  # random features are there too
+    card = (out / "README.md").read_text()
+    last = json.loads([line for line in (performer / "metrics.jsonl").read_text().splitlines() if '"val"' in line][-1])
+    for text in ("tags: [jax, performer, gated]", f"| val loss | {last['loss']:.4f} nats a token |",
+                 "S_t = exp(g_t)", f'open_run("{performer.name}")'):
+        assert text in card
+    assert "--run-dir" not in card
+    assert str(tmp_path) not in (out / "environment.json").read_text()
+    assert sample.main([str(out), "--prompt", "1 times", "--max-new-tokens", "4"]) == 0
+    same = performer.parent / "tiny.py", "--attention", "performer,gated"
+    assert small_run.run(*same, "--init-from", out, "--run-dir", tmp_path / "more") == 0
+    capsys.readouterr()
+    assert small_run.run(*same, "--run-dir", out) == 2
+    assert f"{out} holds published weights; to train from them, give init_from {out}" in capsys.readouterr().err
+
+
+def test_exported_weights_that_do_not_fit_are_refused(performer, tmp_path):
+    out = tmp_path / "out"
+    assert convert.main(["export", str(performer), "--out", str(out), "--format", "lineargpt"]) == 0
+    step, tensors = load_model(out).step, tensors_of(out)
+    with pytest.raises(ConfigError, match=rf"has the weights of step {step} alone; there are none of step 7"):
+        load_model(out, 7)
+    name = "token_embedding.embedding"
+    width = tensors[name].shape[1]
+    for changed, message in (
+            ({name: tensors[name][:5]}, rf"{name} of shape \(5, {width}\) and dtype float32, where the model has "),
+            ({"more": np.zeros(3)}, "more, which the model does not have; it is of another model than config.json")):
+        save_file(tensors | changed, out / "model.safetensors", metadata={"format": "lineargpt", "step": "1"})
+        with pytest.raises(CheckpointError, match=message):
+            load_model(out)
+    save(out, tensors)
+    with pytest.raises(CheckpointError, match=r"its metadata has no step; expected a file of convert\.py export"):
+        load_model(out)
+    (out / "model.safetensors").write_bytes(b"12345")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged .*; restore a copy"):
+        load_model(out)
 
 
 def test_a_damaged_checkpoint_is_named_and_never_exported_for_another(tmp_path, capsys):

@@ -17,6 +17,7 @@ from support.errors import CheckpointError, ConfigError, RunError
 from support.json_files import check
 from training import run_files
 from training.checkpoint import Checkpoints
+from training.portable import WEIGHTS, read_portable
 from training.sharding import parameter_shardings, with_shardings
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def image_format(environment: dict[str, Any]) -> ImageFormat | None:
 def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh: Mesh | None = None) -> LoadedRun:
     """Loads the model of a run's newest intact checkpoint, of that at ``step``, or of that with the lowest val loss.
 
+    In a folder of ``convert.py export`` it loads the only weights.
+
     Unless ``step`` is a number, damaged checkpoints are skipped with a note. Each device of ``mesh`` reads only its own
     shards, as in training; without one, the model is on the first device.
 
@@ -68,6 +71,11 @@ def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh:
     if mesh is not None:
         abstract = dict(zip(abstract, with_shardings(tuple(abstract.values()), parameter_shardings(mesh, model)),
                             strict=True))
+    if (directory / WEIGHTS).is_file():
+        found, items = read_portable(directory / WEIGHTS, abstract)
+        if step not in (None, "best", found):
+            raise ConfigError(f"{directory} has the weights of step {found:,} alone; there are none of step {step:,}")
+        return LoadedRun(_filled(graph, parameters, variables, items), config, found, environment)
     with Checkpoints(directory / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
         if not steps:
@@ -80,10 +88,14 @@ def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh:
         raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); restore a "
                               "copy, or train again in another run_dir")
     step, items = restored
+    return LoadedRun(_filled(graph, parameters, variables, items), config, step, environment)
+
+
+def _filled(graph: Any, parameters: Any, variables: Any, items: Any) -> GPT:
+    """The model of an abstract one's parts, with the arrays of plain trees."""
     nnx.replace_by_pure_dict(parameters, items["parameters"])
     nnx.replace_by_pure_dict(variables, items["variables"])
-    model = nnx.merge(graph, parameters, variables)
-    return LoadedRun(model, config, step, environment)
+    return nnx.merge(graph, parameters, variables)
 
 
 def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:

@@ -17,6 +17,7 @@ from training import processes, run_files
 from training.checkpoint import Checkpoints, check_path
 from training.environment import CHECKPOINTED, PUBLISHED
 from training.metrics import last_step
+from training.portable import WEIGHTS
 from training.position import Position, is_finished, next_learning_rate, read_position
 
 SWEEP_RECORD = "run.json"
@@ -43,7 +44,7 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     check_path(run_dir)
     _check_checkpoints_folder(run_dir / "checkpoints")
     environment = run_files.read_environment(run_dir) if (run_dir / run_files.ENVIRONMENT).exists() else {}
-    if PUBLISHED in environment:
+    if PUBLISHED in environment or (run_dir / WEIGHTS).exists():
         raise ConfigError(f"{run_dir} holds published weights; to train from them, give init_from {run_dir} and "
                           "another run_dir")
     if not (run_dir / "config.json").exists():
