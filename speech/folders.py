@@ -79,7 +79,7 @@ class _Utterance(NamedTuple):
     symbols: Sequence[str]
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """The frames of a file."""
 
     frames_TK: Float[np.ndarray, "T K"]
@@ -110,7 +110,7 @@ class Corpus(NamedTuple):
     """What is expected in the folder of a split, for messages."""
     utterances: Callable[[Path], Iterator[_Utterance]]
     """The utterances of a split's folder."""
-    read: Callable[[Path], _Read]
+    read: Callable[[Path], Read]
     symbols: Callable[[Path, Sequence[_Utterance]], Sequence[str]]
     """From the folder and the training utterances."""
 
@@ -322,33 +322,33 @@ def _of_features(place: Path) -> Iterator[_Utterance]:
         yield _Utterance(place / f"{name}.npy", where, text.split())
 
 
-def _read_audio(path: Path) -> _Read:
+def read_audio(path: Path) -> Read:
     import soundfile
 
     none = np.zeros((0, BINS), np.float32)
     try:
         with path.open("rb") as file:
             if missing := _missing_bytes(file.read(12), path.stat().st_size):
-                return _Read(none, f"truncated: {missing:,} bytes are missing")
+                return Read(none, f"truncated: {missing:,} bytes are missing")
             file.seek(0)
             with soundfile.SoundFile(file) as audio:
                 rate = audio.samplerate
                 if damage := _excess(audio.frames, audio.channels, rate):
-                    return _Read(none, damage)
+                    return Read(none, damage)
                 samples_SC = audio.read(dtype="float32", always_2d=True)
     except FileNotFoundError:
-        return _Read(none, "missing")
+        return Read(none, "missing")
     except soundfile.SoundFileError as error:
-        return _Read(none, " ".join(str(error).split()))
+        return Read(none, " ".join(str(error).split()))
     if not np.isfinite(samples_SC).all():
-        return _Read(none, "samples that are not finite")
+        return Read(none, "samples that are not finite")
     samples_S = samples_SC.mean(axis=1)
     if rate != RATE and len(samples_S):
         from scipy.signal import resample_poly
 
         ratio = Fraction(RATE, rate)
         samples_S = resample_poly(samples_S, ratio.numerator, ratio.denominator)
-    return _Read(log_mel(samples_S), rate=rate)
+    return Read(log_mel(samples_S), rate=rate)
 
 
 def _excess(frames: int, channels: int, rate: int) -> str:
@@ -389,19 +389,19 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
     return np.stack(frames) if frames else np.zeros((0, BINS), np.float32)
 
 
-def _read_features(path: Path) -> _Read:
+def _read_features(path: Path) -> Read:
     none = np.zeros((0, 1), np.float32)
     try:
         frames_TK = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
-        return _Read(none, "missing")
+        return Read(none, "missing")
     except (ValueError, OverflowError) as error:
-        return _Read(none, " ".join(str(error).split()))
+        return Read(none, " ".join(str(error).split()))
     if frames_TK.ndim != 2 or frames_TK.dtype.kind != "f" or not frames_TK.shape[1]:
-        return _Read(none, f"an array {frames_TK.shape} of {frames_TK.dtype}; expected floats, frames × features")
+        return Read(none, f"an array {frames_TK.shape} of {frames_TK.dtype}; expected floats, frames × features")
     if frames_TK.size > MOST_NUMBERS:
-        return _Read(none, f"{frames_TK.size:,} numbers; expected at most {MOST_NUMBERS:,}")
-    return _Read(np.array(frames_TK))
+        return Read(none, f"{frames_TK.size:,} numbers; expected at most {MOST_NUMBERS:,}")
+    return Read(np.array(frames_TK))
 
 
 def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str]:
@@ -418,7 +418,7 @@ def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str
 
 
 AUDIO = Corpus("audio", "train*, dev* and test* with *.trans.txt and *.flac or *.wav, in them or in SPEAKER/CHAPTER",
-               _of_librispeech, _read_audio, lambda folder, utterances: LETTERS)
+               _of_librispeech, read_audio, lambda folder, utterances: LETTERS)
 FEATURES = Corpus("features", "train*, dev* and test* with transcripts.txt and *.npy", _of_features, _read_features,
                   _of_training)
 CORPORA = {corpus.kind: corpus for corpus in (AUDIO, FEATURES)}

@@ -66,6 +66,24 @@ def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh:
     directory = Path(directory)
     config, environment = read_run(directory)
     model = nnx.eval_shape(lambda: GPT(config.model, environment["vocabulary_size"], rngs=nnx.Rngs(0)))
+    step, model = restore(directory, model, step, mesh)
+    return LoadedRun(model, config, step, environment)
+
+
+def restore[M: nnx.Module](directory: Path, model: M, step: int | Literal["best"] | None = None,
+                           mesh: Mesh | None = None, *, prefer_best: bool = False) -> tuple[int, M]:
+    """The step and the model of a checkpoint, as :func:`load_model`.
+
+    Args:
+        directory: run folder.
+        model: abstract.
+        step: as for :func:`load_model`.
+        mesh: likewise.
+        prefer_best: whether, without a ``step``, it is the checkpoint with the lowest val loss, if any has one.
+
+    Raises:
+        as :func:`load_model`, of checkpoints.
+    """
     graph, parameters, variables = nnx.split(model, nnx.Param, ...)
     abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
     if mesh is not None:
@@ -75,27 +93,24 @@ def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh:
         found, items = read_portable(directory / WEIGHTS, abstract)
         if step not in (None, "best", found):
             raise ConfigError(f"{directory} has the weights of step {found:,} alone; there are none of step {step:,}")
-        return LoadedRun(_filled(graph, parameters, variables, items), config, found, environment)
-    with Checkpoints(directory / "checkpoints") as checkpoints:
-        steps = checkpoints.steps()
-        if not steps:
-            raise RunError(f"{directory}: no checkpoints yet; train.py writes one every checkpoint.every_steps updates "
-                           "and at the end of the run")
-        restored = checkpoints.restore(abstract, step)
-    if restored is None and step == "best":
-        raise RunError(f"{directory}: no checkpoint has a val loss; open the run with checkpoint=\"newest\"")
-    if restored is None:
-        raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); restore a "
-                              "copy, or train again in another run_dir")
-    step, items = restored
-    return LoadedRun(_filled(graph, parameters, variables, items), config, step, environment)
-
-
-def _filled(graph: Any, parameters: Any, variables: Any, items: Any) -> GPT:
-    """The model of an abstract one's parts, with the arrays of plain trees."""
+    else:
+        with Checkpoints(directory / "checkpoints") as checkpoints:
+            steps = checkpoints.steps()
+            if not steps:
+                raise RunError(f"{directory}: no checkpoints yet; training writes one every checkpoint.every_steps "
+                               "updates and at the end of the run")
+            if step is None and prefer_best:
+                step = checkpoints.best()
+            restored = checkpoints.restore(abstract, step)
+        if restored is None and step == "best":
+            raise RunError(f"{directory}: no checkpoint has a val loss; open the run with checkpoint=\"newest\"")
+        if restored is None:
+            raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); restore a "
+                                  "copy, or train again in another run_dir")
+        found, items = restored
     nnx.replace_by_pure_dict(parameters, items["parameters"])
     nnx.replace_by_pure_dict(variables, items["variables"])
-    return nnx.merge(graph, parameters, variables)
+    return found, nnx.merge(graph, parameters, variables)
 
 
 def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:

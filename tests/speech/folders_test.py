@@ -67,7 +67,7 @@ def test_the_features_of_a_tone_are_loudest_at_its_pitch():
 def test_audio_of_another_rate_is_resampled_with_a_note(tmp_path):
     slow = load(corpus_folders.audio(tmp_path / "slow", TEXTS, rate=8000))
     assert f"{tmp_path / 'slow'}: 5 files of 8,000 Hz in train resampled to 16,000 Hz" in slow.notes
-    loudest = {folders._read_audio(make_tone(tmp_path / f"{rate}.wav", rate)).frames_TK[5:50].mean(axis=0).argmax()
+    loudest = {folders.read_audio(make_tone(tmp_path / f"{rate}.wav", rate)).frames_TK[5:50].mean(axis=0).argmax()
                for rate in (8000, 16_000)}
     assert len(loudest) == 1
 
@@ -230,11 +230,11 @@ def test_audio_of_hours_is_named_and_not_decoded(tmp_path, monkeypatch, samples,
 def test_the_samples_of_all_channels_and_the_numbers_of_an_array_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "MOST_SAMPLES", 20_000)
     soundfile.write(tmp_path / "three.wav", np.zeros((9600, 3)), folders.RATE)
-    assert folders._read_audio(tmp_path / "three.wav").damage == "28,800 samples; expected at most 20,000"
+    assert folders.read_audio(tmp_path / "three.wav").damage == "28,800 samples; expected at most 20,000"
     soundfile.write(tmp_path / "two.wav", np.zeros((9600, 2)), folders.RATE)
-    assert folders._read_audio(tmp_path / "two.wav").frames_TK.shape == (58, 40)
+    assert folders.read_audio(tmp_path / "two.wav").frames_TK.shape == (58, 40)
     soundfile.write(tmp_path / "fast.wav", np.zeros(9600), 2**31 - 1)
-    assert folders._read_audio(tmp_path / "fast.wav").damage == ("2,147,483,647 samples a second; expected at most "
+    assert folders.read_audio(tmp_path / "fast.wav").damage == ("2,147,483,647 samples a second; expected at most "
                                                                  "192,000")
     with (tmp_path / "many.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (2**27, 3)})
