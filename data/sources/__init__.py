@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data.sources import formats
 from data.sources.formats import Format
-from data.sources.hub import is_saved, open_dataset, open_hub_dataset, open_saved
+from data.sources.hub import is_saved, open_arrow, open_dataset, open_hub_dataset, open_saved
 from data.sources.images import DIGITS
 from data.sources.packages import PACKAGES, open_packages
 from data.sources.rows import open_rows
@@ -79,6 +79,9 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
     if path.is_dir():
         return replace(_open_folder(source, path, selection), folder=path)
     if path.is_file():
+        if formats.inspect(path).what == formats.ARROW:
+            _check_options(source, selection, "an Arrow file", "encoding")
+            return open_arrow(source, path, selection)
         return _open_files(source, path.parent, [path], selection)
     if glob.has_magic(plain):
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())

@@ -31,9 +31,9 @@ _LOOKED_AT = 8192
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",  # first: the one of UTF-16 is its beginning
           codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
-_ARROW = "an Arrow file, which is read as part of the folder of save_to_disk"
+ARROW = "an Arrow file, which is read alone or as part of the folder of save_to_disk"
 _BINARY = (
-    (0, b"ARROW1", _ARROW), (0, b"\xff\xff\xff\xff", _ARROW), (0, b"PK\3\4", "a zip archive"),
+    (0, b"ARROW1", ARROW), (0, b"\xff\xff\xff\xff", ARROW), (0, b"PK\3\4", "a zip archive"),
     (0, b"PK\5\6", "a zip archive"), (257, b"ustar", "a tar archive"), (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (0, b"Rar!\x1a\7", "a RAR archive"), (0, b"\x04\x22\x4d\x18", "lz4 data"), (0, b"\x1f\x9d", "compress data"),
     (0, b"\x89PNG\r\n\x1a\n", "a PNG image"), (0, b"\xff\xd8\xff", "a JPEG image"), (0, b"GIF87a", "a GIF image"),

@@ -55,16 +55,41 @@ def open_saved(source: str, folder: Path, files: Sequence[Path], selection: Sele
     """A column of a folder of ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
     import datasets
 
+    return _on_disk(source, lambda: datasets.load_from_disk(str(folder.resolve())), selection,
+                    state=file_state(folder, files))
+
+
+def open_arrow(source: str, file: Path, selection: Selection) -> Source:
+    """A column of an Arrow file, in the streaming format, which ``datasets`` writes, or the random-access one."""
+    import datasets
+    import pyarrow.ipc
+    from datasets.table import MemoryMappedTable
+
+    def load() -> Any:
+        with file.open("rb") as opened:
+            streams = opened.read(6) != b"ARROW1"
+        if streams:
+            return datasets.Dataset.from_file(str(file.resolve()))
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+        return datasets.Dataset(MemoryMappedTable(table, str(file)))
+
+    return _on_disk(source, load, selection, state=file_state(file.parent, [file]))
+
+
+def _on_disk(source: str, load: Callable[[], Any], selection: Selection, *, state: str) -> Source:
+    """A column of the ``Dataset`` or ``DatasetDict`` that ``load`` returns."""
+    import datasets
+
     column = selection.column or "text"
 
     def splits() -> dict[str, Rows]:
         with _dataset_errors(source, lambda: 0):
-            found = datasets.load_from_disk(str(folder.resolve()))
+            found = load()
         whole = isinstance(found, datasets.Dataset)
         return {str(name): _saved_rows(source, split, column) for name, split in
                 ({"train": found} if whole else found).items()}
 
-    return row_source(source, splits, selection, state=file_state(folder, files))
+    return row_source(source, splits, selection, state=state)
 
 
 def is_saved(folder: Path) -> bool:

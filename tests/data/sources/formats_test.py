@@ -77,19 +77,7 @@ def zipped() -> bytes:
         return file.getvalue()
 
 
-def arrow(new: str) -> bytes:
-    import pyarrow
-    import pyarrow.ipc
-
-    table = pyarrow.table({"text": ["a"]})
-    with io.BytesIO() as file:
-        with getattr(pyarrow.ipc, new)(file, table.schema) as writer:
-            writer.write_table(table)
-        return file.getvalue()
-
-
 @pytest.mark.parametrize(("content", "what"), [
-    (lambda: arrow("new_file"), "an Arrow file"), (lambda: arrow("new_stream"), "an Arrow file"),
     (zipped, "a zip archive"), (lambda: archive("w"), "a tar archive"),
     (lambda: archive("w:gz"), "a tar archive packed with gzip"),
     (lambda: archive("w:xz"), "a tar archive packed with xz"),

@@ -51,6 +51,23 @@ def test_folders_of_save_to_disk(tmp_path):
         open_source(str(tmp_path))
 
 
+@pytest.mark.parametrize("form", ["new_file", "new_stream"])
+def test_an_arrow_file_is_read_alone(tmp_path, form):
+    import pyarrow
+    import pyarrow.ipc
+
+    table = pyarrow.table({"Text": ["a", "bc", "d"], "id": [1, 2, 3]})
+    path = tmp_path / "rows.bin"  # the bytes tell
+    with path.open("wb") as file, getattr(pyarrow.ipc, form)(file, table.schema) as writer:
+        writer.write_table(table)
+    assert [text for _, text in documents(str(path))] == [b"a", b"bc", b"d"]
+    with pytest.raises(ConfigError, match="no column 'body'; choose one of Text"):
+        documents(str(path), column="body")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DataError, match=r"rows\.bin: reading failed after 0 documents: "):
+        documents(str(path))
+
+
 def test_chats_and_categories_of_datasets(tmp_path):
     import pyarrow
     import pyarrow.parquet
