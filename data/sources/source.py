@@ -17,7 +17,9 @@ from support.errors import ConfigError
 VAL_FRACTION = 0.05
 """Default fraction of files, or of a single text, that is held out."""
 VAL_EVERY = 200
-"""Without a validation split, every Nth row is held out by default."""
+"""Without a validation split, every Nth row is held out by default; of the first rows more."""
+FIRST_ROWS, FIRST_EVERY = 2000, 20
+"""Of these rows every Nth is held out by default, so that a small corpus has enough of them."""
 
 
 class Block(NamedTuple):
@@ -84,7 +86,9 @@ class Selection:
         """Which rows are val, by their numbers among those with text."""
         if self.val_documents is not None:
             return numbers < self.val_documents
-        fraction = Fraction(1, VAL_EVERY) if self.val_share is None else Fraction(str(self.val_share))
+        if self.val_share is None:
+            return numbers % np.where(numbers < FIRST_ROWS, FIRST_EVERY, VAL_EVERY) == 0
+        fraction = Fraction(str(self.val_share))
         # n × fraction of the first n rows, rounded up, in Python's integers, which do not overflow.
         n, d = fraction.numerator, fraction.denominator
         return np.array([-(-(row + 1) * n // d) > -(-row * n // d) for row in numbers.tolist()], bool)

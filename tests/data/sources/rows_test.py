@@ -12,11 +12,12 @@ from support.errors import ConfigError, DataError
 from tests.data.sources.source_files import check_starts, documents, pack, rows_of, write_jsonl, write_parquet
 
 
-def test_json_lines_hold_out_every_two_hundredth_document(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"döcument {i}", "id": i} for i in range(401)])
+def test_json_lines_hold_out_every_twentieth_document_and_later_fewer(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"döcument {i}", "id": i} for i in range(2401)])
     found = documents(path)
-    assert [text.decode() for _, text in found] == [f"döcument {i}" for i in range(401)]
-    assert [number for number, (split, _) in enumerate(found) if split == "val"] == [0, 200, 400]
+    assert [text.decode() for _, text in found] == [f"döcument {i}" for i in range(2401)]
+    assert [number for number, (split, _) in enumerate(found) if split == "val"] == [
+        *range(0, 2000, 20), 2000, 2200, 2400]
 
 
 def test_a_parquet_folder_uses_its_validation_split(tmp_path):
@@ -287,7 +288,7 @@ def test_a_row_beyond_the_look_ahead_is_cut_wherever_it_is(tmp_path, monkeypatch
     source = open_source(write_jsonl(tmp_path / "rows.jsonl", [{"text": value} for value in values]))
     found = documents(source)
     assert b"".join(text for _, text in found).decode() == "".join(values)
-    assert [split for split, _ in found].count("val") == 2  # row 0, and the end of the long one
+    assert [split for split, _ in found].count("val") == 6  # every twentieth, and the end of the long one
     whole = list(source.blocks())
 
     def chunks(blocks) -> list:
