@@ -288,7 +288,7 @@ def test_a_row_beyond_the_look_ahead_is_cut_wherever_it_is(tmp_path, monkeypatch
     source = open_source(write_jsonl(tmp_path / "rows.jsonl", [{"text": value} for value in values]))
     found = documents(source)
     assert b"".join(text for _, text in found).decode() == "".join(values)
-    assert [split for split, _ in found].count("val") == 6  # every twentieth, and the end of the long one
+    assert [split for split, _ in found].count("val") == 7  # every twentieth of 101, and the end of the long one
     whole = list(source.blocks())
 
     def chunks(blocks) -> list:
