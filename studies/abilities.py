@@ -48,6 +48,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Attention and options of its mode (of a hybrid, the last), by the name of the run."""
 
+FIXED_LENGTH = ("synthesizer",)
+"""Arms that read no more tokens than they were trained on; they are not evaluated at other lengths."""
 LONGER = ("--length", "64,128,256,512")
 RECALLED = ("--length", "64,128,256", "--by", "distance")
 STEPS = "train.steps"
@@ -94,7 +96,7 @@ def _run(task: str, arm: str, made_of: tuple[str, dict[str, Any]], rate: float, 
     layers = {"model.layers": attention.count(",") + 1} if "," in attention else {}
     return Variation(f"{task}-{arm}-{rate:g}-seed-{seed}", RECIPE, attention, {
         "data.source": source, "model.context": documents.length, RATE: rate, "train.seed": seed, **fields, **layers,
-        **mode_fields(attention, **options)}, evaluation=evaluation)
+        **mode_fields(attention, **options)}, evaluation=() if arm in FIXED_LENGTH else evaluation)
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
