@@ -76,6 +76,6 @@ def test_classes_that_do_not_add_up_are_damaged(tmp_path):
         changed = dict(arrays)
     changed["class_tokens_0_0"] = changed["class_tokens_0_0"] + 1
     np.savez(tmp_path / "a" / FILE, **changed)
-    with pytest.warns(UserWarning, match=r"does not match evaluation\.json; run evaluate\.py again"):
+    with pytest.warns(UserWarning, match=r"does not match evaluation\.json; run eval\.py again"):
         assert load_run(tmp_path / "a").window_losses == {}
     assert read_window_losses(tmp_path, []) == []
