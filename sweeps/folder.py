@@ -66,7 +66,7 @@ def _first_difference(before: Mapping[str, Any], run: PlannedRun) -> str:
     here = {"command": run.variation.command} | json.loads(json.dumps(run.fields))
     for name in {**here, **there}:
         if name not in there or name not in here or there[name] != here[name]:
-            return f"{name} {there.get(name, 'not set')}, here {here.get(name, 'not set')}"
+            return f"{name} {there.get(name, 'none')}, not {here.get(name, 'none')}"
     return "another hash"
 
 
