@@ -200,6 +200,8 @@ def evaluate_tasks(options: Options) -> None:
 
     check_unused(options, "--tasks", "context", "windows", "batches", "split", "length", "by_token_class", "by",
                  "devices")
+    if options.data != Data():
+        raise ConfigError("--data and --tasks are mutually exclusive: a task has its own data")
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     if not names:
         raise ConfigError("--tasks names no task; expected one or more, comma-separated, such as lambada_openai")

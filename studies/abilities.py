@@ -82,7 +82,7 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, finished: Sequence[
         compared = QUICK if rows is None else tuple(dict.fromkeys(("softmax", *rows)))
         return [_run(task, arm, (ARMS | arms)[arm], GRID[0], 0) for task in QUICK_TASKS for arm in compared]
     names, best, runs = list(arms), best_rates(finished), []
-    for part in (names[:MAIN], names[MAIN:]):
+    for part in (names[:MAIN], names[MAIN:]) if rows is None else (names,):
         runs += [_run(task, arm, arms[arm], rate, 0) for rate in GRID for task in TASKS for arm in part]
         runs += [_run(task, arm, arms[arm], best[arm, task], seed) for seed in range(1, SEEDS) for task in TASKS
                  for arm in part if (arm, task) in best]

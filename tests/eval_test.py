@@ -403,6 +403,7 @@ metric_list: [{{metric: bits_per_byte}}]
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["--tasks", ","], "--tasks names no task; expected one or more, comma-separated, such as lambada_openai"),
     (["--tasks", "a", "--by-token-class"], "--by-token-class and --tasks are mutually exclusive"),
+    (["--tasks", "a", "--data.source", "b"], "--data and --tasks are mutually exclusive: a task has its own data"),
     (["--tasks", "a", "--limit", 0], "--limit is 0; expected at least 1"),
     (["--tasks", "a", "--fewshot", -1], "--fewshot is -1; expected at least 0"),
     (["--tasks", "a", "--task-dir", "nowhere"], "--task-dir nowhere: there is no such folder"),
