@@ -339,7 +339,7 @@ def read_audio(path: Path) -> Read:
     except FileNotFoundError:
         return Read(none, "missing")
     except soundfile.SoundFileError as error:
-        return Read(none, " ".join(str(error).split()))
+        return Read(none, " ".join(getattr(error, "error_string", str(error)).split()))
     if not np.isfinite(samples_SC).all():
         return Read(none, "samples that are not finite")
     samples_S = samples_SC.mean(axis=1)
