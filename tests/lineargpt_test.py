@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flax import nnx
 import lineargpt
 import sample
 from configs.schema import LraConfig
-from lineargpt import ConfigError, compare_runs, load_recipe, open_run, train_run
+from lineargpt import ConfigError, compare_runs, harness_model, load_recipe, open_run, train_run
 from support.errors import CheckpointError, RunError, TrainingError
 from tests import small_run
 from tests.edited import contents
@@ -241,6 +242,24 @@ def test_samples_are_of_the_model_as_it_is(folder):
 def test_sampling_options_out_of_range_are_refused(folder, options, message):
     with pytest.raises(ConfigError, match=message):
         open_run(folder / "python").sample(**options)
+
+
+def test_a_harness_model_scores_with_the_model_of_the_run(folder):
+    run = open_run(folder / "softmax")
+    found = {}
+    for given in (run, folder / "softmax"):
+        model: Any = harness_model(given, rows=2)
+        assert model.max_length == run.config.model.context
+        found[given] = model.loglikelihood([types.SimpleNamespace(args=("ab", "c"))], disable_tqdm=True)[0][0]
+    logits_TV = np.asarray(run.model(jax.numpy.array([list(b"ab")]))[0], np.float64)
+    expected = logits_TV[1, ord("c")] - np.log(np.exp(logits_TV[1]).sum())
+    assert list(found.values()) == [pytest.approx(expected, rel=1e-5)] * 2
+    context = run.config.model.context
+    for length in (0, context + 1):  # it has learned positions
+        with pytest.raises(ConfigError, match=f"max_length is {length}; expected a number of .* from 1 to {context}"):
+            harness_model(run, max_length=length)
+    with pytest.raises(ConfigError, match="rows is 0; expected at least 1"):
+        harness_model(run, rows=0)
 
 
 def test_compared_runs_have_the_files_and_figures_of_the_command(folder, tmp_path):
