@@ -123,7 +123,6 @@ def export_weights(run: Path, out: Path, *, step: int | None = None, format: For
             count = write_portable(beside, run, loaded.model, loaded.config, loaded.environment, loaded.step)
         status(f"{out}: {count:,} parameters of {run}, step {loaded.step:,}, with a model card")
         return
-    gpt2_format.check(loaded.model, str(run))
     published = loaded.environment.get(PUBLISHED, {})
     end_of_text = _end_of_text(loaded.config.data.tokenizer, loaded.model.vocab_size)
     with _written_beside(out) as beside:

@@ -89,11 +89,12 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text after end-of-text, in windows of ``max_length`` tokens."""
-        windows = [(None, *window) for request in requests for window in self._windows(request.args[0])]
-        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        windows = [self._windows(request.args[0]) for request in requests]
+        scores = iter(self._loglikelihood_tokens([(None, *window) for text in windows for window in text],
+                                                 disable_tqdm=disable_tqdm))
         found = []
-        for request in requests:
-            some = itertools.islice(scores, len(self._windows(request.args[0])))
+        for request, text in zip(requests, windows, strict=True):
+            some = itertools.islice(scores, len(text))
             found.append(sum(log_likelihood for log_likelihood, _ in some))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found

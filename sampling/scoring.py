@@ -49,9 +49,8 @@ class Scorer:
     def __init__(self, model: GPT, max_length: int, *, rows: int = ROWS):
         self.max_length, self._rows = max_length, rows
         self._blank = model.init_cache(rows, max_length)
-        self._graph, arrays = to_product_weights(model)
+        graph, arrays = to_product_weights(model)
         leaves, structure = jax.tree.flatten(arrays)
-        graph = self._graph
 
         @functools.partial(jax.jit, donate_argnames="cache")
         def read(leaves: list[Array], cache: Cache, tokens_BT: Array, lengths_B: Array) -> Cache:

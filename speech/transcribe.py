@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,7 +107,7 @@ class Transcriber:
 
         self._best: Callable[..., jax.Array] = lambda *batch: best(state, *batch)
 
-    def __call__(self, utterances: Sequence[Float[np.ndarray, "_ K"]]) -> Iterator[list[Symbol]]:
+    def __call__(self, utterances: Iterable[Float[np.ndarray, "_ K"]]) -> Iterator[list[Symbol]]:
         """The symbols of each utterance, of at most ``context`` normalised frames."""
         for some in itertools.batched(utterances, ROWS):
             frames_BTK = np.zeros((ROWS, self.context, self._features), np.float32)
@@ -216,7 +216,7 @@ def transcribe_split(options: Options, split: str) -> None:
     transcriber = Transcriber(options.run, config, dataset.symbols, features=dataset.features, step=options.step)
     between = "" if " " in dataset.symbols else " "  # letters with spaces, or phones
     lines, totals = [], {"letter": [0, 0], "word": [0, 0]}
-    found = transcriber([utterances.frames[row] for row in range(len(utterances.lengths_N))])
+    found = transcriber(utterances.frames[row] for row in range(len(utterances.lengths_N)))
     for symbols, symbols_L in zip(found, utterances.symbols_NL, strict=True):
         hypothesis = [symbol.text for symbol in symbols]
         reference = [dataset.symbols[number - 1] for number in symbols_L[symbols_L != 0]]

@@ -121,14 +121,15 @@ def _card(run: Path, model: GPT, config: Config, environment: Mapping[str, Any],
     """The model card, in Markdown with the metadata of the Hugging Face Hub."""
     sizes, modes = config.model, list(dict.fromkeys(layer_modes(config.model)))
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    data = "token files" if config.data.dir else "a mixture" if config.data.mixture else config.data.source
     rows = {"attention": ", ".join(sizes.attention), "parameters": f"{count:,}", "layers": str(sizes.layers),
             "heads": f"{sizes.heads} of width {head_width(sizes)}", "width": f"{sizes.width:,}",
             "context": f"{sizes.context:,} tokens", "positions": sizes.positions, "vocabulary": f"{model.vocab_size:,}",
-            "tokenizer": config.data.tokenizer, "data": config.data.source, "steps": f"{step:,}",
+            "tokenizer": config.data.tokenizer, "data": data, "steps": f"{step:,}",
             **_losses(run / "metrics.jsonl", step)}
     use = "images = run.sample_images(4)" if "image" in environment else 'print(run.sample("def ", max_new_tokens=200))'
     lines = ["---", "library_name: lineargpt", f"tags: [jax, {', '.join(modes)}]", "---", "", f"# {run.name}", "",
-             "A GPT-2 model with another attention, trained by lineargpt.", "", "| | |", "|---|---|",
+             "A GPT-2 model, trained by lineargpt.", "", "| | |", "|---|---|",
              *(f"| {name} | {value} |" for name, value in rows.items()), ""]
     if "command" in environment:
         lines += ["Trained by", "", f"    python {shlex.join(environment['command'])}", ""]
