@@ -57,6 +57,7 @@ class _Origin(TypedDict):
     encoding: NotRequired[str | None]
     val_documents: Count | None
     val_share: float | None
+    template: NotRequired[str | None]
 
 
 class _Vocabulary(TypedDict):

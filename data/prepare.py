@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import DataConfig
-from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers, verification
+from data import chats, journal, parts, synthetic_tasks, texts, token_files, tokenizers, verification
 from data.parts import Part, PartName
 from data.sources import images, open_source
 from data.sources.source import EVERYTHING, Block, Selection, Source
@@ -42,7 +42,7 @@ from support.files import cache_folder
 from support.flags import checked_flags, flags_by_field
 from support.progress import progress_bar
 
-_VERSION = 3  # part of the cache folder's name: increase it when the tokens of a source change
+_VERSION = 4  # part of the cache folder's name: increase it when the tokens of a source change
 _PLACES = 3  # increase it when the places in a source change
 _SMALL_SPLIT, _FEW_DOCUMENTS = 0.01, 100
 """A split with a smaller fraction of the tokens and fewer documents is reported to be small."""
@@ -68,9 +68,8 @@ def prepare(source: str, tokenizer: str, directory: Path, selection: Selection =
     """
     directory = Path(directory).absolute()
     if tokenizer == tokenizers.PIXELS:
-        for name, value in vars(selection).items():
-            if value is not None:
-                raise ConfigError(f"{name} is {value}, but {source} is images, whose splits are fixed; leave it out")
+        for name, value in selection.given.items():
+            raise ConfigError(f"{name} is {value}, but {source} is images, whose splits are fixed; leave it out")
         token_files.check_free(directory)
         with journal.lock(directory):
             return images.write_images(source, directory)
@@ -419,8 +418,9 @@ def _progress_bar(name: str, show: bool) -> Iterator[Callable[[int, float | None
 
 def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer: str = "bytes",
              split: str | None = None, column: str | None = None, encoding: str | None = None,
-             val_documents: int | None = None, val_share: float | None = None, workers: int | None = None,
-             part: str | None = None, join: Path | None = None, verify: bool = False) -> None:
+             val_documents: int | None = None, val_share: float | None = None, template: Path | None = None,
+             workers: int | None = None, part: str | None = None, join: Path | None = None,
+             verify: bool = False) -> None:
     """Convert text or images to token files. An interrupted command resumes when repeated.
 
     Args:
@@ -431,10 +431,13 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         out: Folder to write.
         tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images.
         split: Split to read. Default: train, with the validation split, if there is one, for val.
-        column: Column that holds the text. Default: text.
+        column: Column that holds the text, or messages of a role and a content. Default: text, or else messages or
+            conversations.
         encoding: Encoding of text without a byte order mark, such as latin-1. Default: UTF-8.
         val_documents: Number of documents to hold out: the first rows, or files picked by a hash of their names.
         val_share: Fraction to hold out: evenly spaced rows, files by size, or the end of a single text.
+        template: File with a Jinja template that makes a text of the list messages, such as the chat template of a
+            published model. Default: <|ROLE|> in a line before each content.
         workers: Number of tokenizing processes. Default: one per core.
         part: Make only this part of the token files, such as 3/16, for --join. The parts of --out DIR are in DIR.parts.
         join: Join the parts of this folder to its token files.
@@ -461,7 +464,8 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         if part is not None and source is not None:
             raise ConfigError(f"--part {part} requires --out DIR, the folder of all token files")
         raise ConfigError("expected a source and --out DIR; see python -m data.prepare --help")
-    selection = Selection(split, column, encoding, val_documents, val_share)
+    selection = Selection(split, column, encoding, val_documents, val_share,
+                          None if template is None else chats.read_template(template))
     if part is not None:
         made = prepare_part(PartName.parse(part), source, tokenizer, out, selection, workers=workers)
         print(f"part {made.name}: {made.meta['tokens']:,} tokens, {made.meta['bytes']:,} bytes, "

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from jaxtyping import Int64
 
+from data import chats
 from support.errors import DataError
 
 CHUNK_BYTES = 2**20
 """Bytes of text per chunk, and approximately per batch, which bounds the memory."""
 SKIPPED: tuple[str, ...] = ("empty", "not_text", "no_column")
 """Reasons to skip a row."""
+COLUMNS = ("text", "messages", "conversations")
+"""Without the name of a column, the first of these is read."""
 
 
 class Text(Protocol):
@@ -49,11 +52,47 @@ class TextChunks:
 
 
 @dataclass(frozen=True)
+class TextColumn:
+    """The column that holds the texts of rows, or conversations, which become texts."""
+
+    name: str | None = None
+    """Default: the first of :data:`COLUMNS`."""
+    template: str | None = None
+    """Template of conversations; see :func:`data.chats.chat_text`."""
+
+    def find(self, names: Collection[str]) -> str | None:
+        """The column among these names, which may differ from it in case if only one does; None if there is none."""
+        for column in COLUMNS if self.name is None else [self.name]:
+            if column in names:
+                return column
+            alike = [name for name in names if name.lower() == column.lower()]
+            if len(alike) == 1:
+                return alike[0]
+        return None
+
+    def row_text(self, row: dict[str, Any], skipped: dict[str, int]) -> bytes | None:
+        """The text of a row; None if it has none, which is counted by its reason."""
+        if (name := self.find(row)) is None:
+            skipped["no_column"] += 1
+            return None
+        return self.text(row[name], skipped)
+
+    def text(self, value: Any, skipped: dict[str, int]) -> bytes | None:
+        """The text of a JSON value; None if it has none, which is counted by its reason."""
+        if chats.is_chat(value):
+            value = chats.chat_text(value, self.template)
+        if isinstance(value, str) and value:
+            return _utf8(value)
+        skipped["empty" if value in (None, "") else "not_text"] += 1
+        return None
+
+
+@dataclass(frozen=True)
 class JsonLines:
     """Lines of a file, with a JSON object each."""
 
     lines: bytes
-    column: str
+    column: TextColumn
     path: str
     number: int
     """Number of the first line, from 1."""
@@ -71,7 +110,7 @@ class JsonLines:
             if not line or line.isspace():
                 continue
             try:
-                text = row_text(as_row(parse_json(line)), self.column, skipped)
+                text = self.column.row_text(as_row(parse_json(line)), skipped)
             except ValueError as error:
                 after = f" after byte {self.counted_from:,}" if self.counted_from else ""
                 raise DataError(f"{self.path}: line {number}{after} cannot be read: {error}") from error
@@ -86,8 +125,8 @@ class Column:
 
     values: bytes
     ends_R: Int64[np.ndarray, " R"]
-    as_json: bool = False
-    """Whether values are encoded as JSON."""
+    json_column: TextColumn | None = None
+    """Values are encoded as JSON, whose texts are as of this column. None: they are texts."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of rows that are not included, by reason."""
 
@@ -100,14 +139,13 @@ class Column:
         """The texts, and the number of skipped rows by the reasons in :data:`SKIPPED`."""
         texts, skipped, start = [], {**dict.fromkeys(SKIPPED, 0), **self.skipped}, 0
         for end in self.ends_R.tolist():
-            value: Any = self.values[start:end]
-            if self.as_json and value:
-                value = json.loads(value.decode(errors="surrogateescape"))
-                value = _utf8(value) if isinstance(value, str) else value
-            if isinstance(value, bytes) and value:
-                texts.append(value)
-            else:
-                skipped["empty" if value in (None, b"") else "not_text"] += 1
+            text: bytes | None = self.values[start:end]
+            if not text:
+                skipped["empty"] += 1
+            elif self.json_column is not None:
+                text = self.json_column.text(json.loads(text.decode(errors="surrogateescape")), skipped)
+            if text:
+                texts.append(text)
             start = end
         return texts, skipped
 
@@ -141,26 +179,6 @@ def as_row(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value
-
-
-def row_text(row: dict[str, Any], column: str, skipped: dict[str, int]) -> bytes | None:
-    """The text of a row; None if it has none, which is counted by its reason."""
-    if (name := find_column(row, column)) is None:
-        skipped["no_column"] += 1
-        return None
-    value = row[name]
-    if isinstance(value, str) and value:
-        return _utf8(value)
-    skipped["empty" if value in (None, "") else "not_text"] += 1
-    return None
-
-
-def find_column(names: Collection[str], column: str) -> str | None:
-    """The name of a column, or the only one that differs from it in case alone; None if there is none."""
-    if column in names:
-        return column
-    alike = [name for name in names if name.lower() == column.lower()]
-    return alike[0] if len(alike) == 1 else None
 
 
 def _utf8(text: str) -> bytes:

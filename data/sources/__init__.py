@@ -21,6 +21,7 @@ from data.sources.images import DIGITS
 from data.sources.packages import PACKAGES, open_packages
 from data.sources.rows import open_rows
 from data.sources.source import EVERYTHING, Selection, Source, file_state, left_out
+from data.sources.splits import files_by_split, siblings
 from data.sources.text import STDLIB, open_stdlib, open_texts
 from support.errors import ConfigError
 
@@ -42,9 +43,10 @@ def open_source(source: str, selection: Selection = EVERYTHING) -> Source:
 
     Args:
         source: the name.
-        selection: which part of it. Of rows, the default split is train, with the validation split, if any, for val,
-            where the names of all files of a folder give their splits; the default column is text. With a number or
-            a fraction to hold out, rows are only of ``selection.split``.
+        selection: which part of it. The default split is train, with the validation split, or else test, for val,
+            where the names of all files of a folder, or of those beside a train file, give their splits. With a number
+            or a fraction to hold out, documents are only of the one split. The default column of rows is text, or else
+            messages.
 
     Raises:
         ConfigError: the file or folder does not exist or is empty, is of a kind that is not read, or options do not
@@ -71,18 +73,22 @@ def open_source(source: str, selection: Selection = EVERYTHING) -> Source:
 def _open(source: str, plain: str, selection: Selection) -> Source:
     path = Path(plain).expanduser()
     if plain == STDLIB:
-        _check_options(source, selection, "text", "split", "column", "encoding")
+        _check_options(source, selection, "text", "split", "column", "encoding", "template")
         return open_stdlib(selection)
     if plain == PACKAGES:
-        _check_options(source, selection, "text", "split", "column", "encoding")
+        _check_options(source, selection, "text", "split", "column", "encoding", "template")
         return open_packages(selection)
     if path.is_dir():
         return replace(_open_folder(source, path, selection), folder=path)
     if path.is_file():
-        if formats.inspect(path).what == formats.ARROW:
+        form = formats.inspect(path, selection.encoding)
+        if form.what == formats.ARROW:
             _check_options(source, selection, "an Arrow file", "encoding")
             return open_arrow(source, path, selection)
-        return _open_files(source, path.parent, [path], selection)
+        others = [] if selection.split is not None or selection.names_val else [
+            other for other in siblings(path) if other.stat().st_size
+            and formats.inspect(other, selection.encoding).kind == form.kind]
+        return _open_files(source, path.parent, [path, *others], selection, by_name=bool(others))
     if glob.has_magic(plain):
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if not files:
@@ -117,7 +123,7 @@ def _open_folder(source: str, folder: Path, selection: Selection) -> Source:
     if card.is_file() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
         _check_options(source, selection, "a dataset", "encoding")
         return open_dataset(source, file_state(folder, files), selection, str(folder.resolve()))
-    return _open_files(source, folder, files, selection, folder=True)
+    return _open_files(source, folder, files, selection, folder=True, by_name=True)
 
 
 def _visible_files(folder: Path) -> list[Path]:
@@ -134,7 +140,7 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selection, *, folder: bool = False,
-                ) -> Source:
+                by_name: bool = False) -> Source:
     """Opens files of one kind; in a folder, those of the kind that it is read as."""
     found = {file: formats.inspect(file, selection.encoding) for file in files if file.stat().st_size}
     if not found:
@@ -154,16 +160,19 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
         raise ConfigError(f"data.source: {source} matches files of several kinds "
                           f"({', '.join(sorted(map(str, kinds)))}); expected one")
     as_text = kinds == {"text"}
+    if as_text and folder:  # a file about the folder has no split
+        rest = {file: form for file, form in chosen.items() if not file.name.lower().startswith(_ABOUT)}
+        chosen = rest if len(files_by_split(root, rest, by_name=True)) > 1 else chosen
     others = [(file.relative_to(root).as_posix(), form.what) for file, form in found.items() if file not in chosen]
     notes = left_out(f"{source} is read as {'texts' if as_text else 'rows'}",
                      [f"{name} ({what})" if what else name for name, what in others])
     if as_text:
-        _check_options(source, selection, "text", "split", "column")
-        opened = open_texts(source, root, chosen, selection)
+        _check_options(source, selection, "text", "split", "column", "template")
+        opened = open_texts(source, root, chosen, selection, by_name=by_name)
     else:
         if kinds == {"parquet"}:
             _check_options(source, selection, "Parquet", "encoding")
-        opened = open_rows(source, root, chosen, selection, by_name=folder or selection.split is not None)
+        opened = open_rows(source, root, chosen, selection, by_name=by_name or selection.split is not None)
     return replace(opened, notes=(*opened.notes, *notes))
 
 
@@ -190,6 +199,6 @@ def _chosen_in_folder(source: str, files: dict[Path, Format]) -> dict[Path, Form
 def _check_options(source: str, selection: Selection, what: str, *names: str) -> None:
     """Raises :class:`ConfigError` if options are given that a source does not have."""
     for name in names:
-        if getattr(selection, name) is not None:
-            raise ConfigError(f"{name} is {getattr(selection, name)}, but {source} is {what} and has no {name}; leave "
-                              "it out")
+        if name in selection.given:
+            raise ConfigError(f"{name} is {selection.given[name]}, but {source} is {what} and has no {name}; leave it "
+                              "out")

@@ -12,7 +12,7 @@ from typing import Any
 from data.sources.formats import ZstdFile
 from data.sources.rows import Rows, check_column, column_parts, row_source, type_name
 from data.sources.source import Selection, Source, file_state, one_line
-from data.texts import Column, find_column
+from data.texts import Column, TextColumn
 from support.errors import ConfigError, DataError
 
 BATCH_ROWS = 256
@@ -43,7 +43,7 @@ def open_hub_dataset(source: str, selection: Selection, dataset: str, config: st
 
 def open_dataset(source: str, state: str, selection: Selection, *args: str | None, **kwargs: Any) -> Source:
     """A column of ``datasets.load_dataset(*args, **kwargs)``, streamed."""
-    column = selection.column or "text"
+    column = selection.text_column
 
     def splits() -> dict[str, Rows]:
         return {name: _stream_rows(source, split, column) for name, split in _load(source, args, **kwargs).items()}
@@ -80,7 +80,7 @@ def _on_disk(source: str, load: Callable[[], Any], selection: Selection, *, stat
     """A column of the ``Dataset`` or ``DatasetDict`` that ``load`` returns."""
     import datasets
 
-    column = selection.column or "text"
+    column = selection.text_column
 
     def splits() -> dict[str, Rows]:
         with _dataset_errors(source, lambda: 0):
@@ -98,7 +98,7 @@ def is_saved(folder: Path) -> bool:
         (folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def _saved_rows(source: str, rows: Any, column: str) -> Rows:
+def _saved_rows(source: str, rows: Any, column: TextColumn) -> Rows:
     """Rows of a dataset on disk. A place in it is the number of a row."""
 
     def check() -> None:
@@ -106,13 +106,13 @@ def _saved_rows(source: str, rows: Any, column: str) -> Rows:
 
     def read(start: Any) -> Iterator[tuple[Column, Any, float]]:
         first: int = (start or (0, None))[1] or 0
-        name = find_column(rows.column_names, column) or column
+        name = column.find(rows.column_names)
         with _dataset_errors(source, lambda: first):
             selected = rows.select_columns([name]).with_format("arrow")
             while first < len(rows):
                 table = selected[first : first + BATCH_ROWS]
                 end = 0
-                for found, end in column_parts(table.column(name).combine_chunks(), 0):
+                for found, end in column_parts(table.column(name).combine_chunks(), 0, column):
                     yield found, (0, first + end), (first + end) / len(rows)
                 first += len(table)
 
@@ -158,16 +158,18 @@ def _configuration(source: str, wanted: str | None, names: Sequence[str]) -> str
     return wanted or next(iter(names), None)
 
 
-def _stream_rows(source: str, split: Any, column: str) -> Rows:
+def _stream_rows(source: str, split: Any, column: TextColumn) -> Rows:
     """Rows of a dataset that is streamed. A place in a file is the number of rows read before its batch, the state of
     ``datasets`` at the batch, and a row of it."""
 
+    def names() -> list[str]:
+        return split.column_names or list(next(iter(split), {}))
+
     def check() -> None:
         with _dataset_errors(source, lambda: 0):
-            names = split.column_names or list(next(iter(split), {}))
             schema = split.features.arrow_schema if split.features else None
             # Unknown types are checked in each batch.
-            check_column(source, column, dict.fromkeys(names, "null") if schema is None else
+            check_column(source, column, dict.fromkeys(names(), "null") if schema is None else
                          {field.name: type_name(field.type) for field in schema})
 
     def read(start: Any) -> Iterator[tuple[Column, Any, float | None]]:
@@ -176,7 +178,7 @@ def _stream_rows(source: str, split: Any, column: str) -> Rows:
         with _dataset_errors(source, lambda: done):
             sizes = split.info.splits or {}
             total = sizes[str(split.split)].num_examples if str(split.split) in sizes else None
-            name = find_column(split.column_names or [], column) or column
+            name = column.find(names())
             for number in range(first, split.num_shards):
                 rows = split.shard(split.num_shards, number).select_columns([name]).with_format("arrow")
                 if state is not None:
@@ -184,7 +186,7 @@ def _stream_rows(source: str, split: Any, column: str) -> Rows:
                 for table in rows.iter(BATCH_ROWS):
                     # The state is large, so save it once per batch.
                     following = rows.state_dict()
-                    for found, end in column_parts(table.column(name).combine_chunks(), skip):
+                    for found, end in column_parts(table.column(name).combine_chunks(), skip, column):
                         place = (done, state, end) if end < len(table) else (done + end, following, 0)
                         yield found, (number, place), min((done + end) / total, 1.0) if total else None
                     done, state, skip = done + len(table), following, 0

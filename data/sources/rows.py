@@ -5,19 +5,19 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import texts
-from data.sources import formats
+from data import chats, texts
+from data.sources import formats, splits
 from data.sources.formats import Format
 from data.sources.source import Block, Selection, Source, file_state
 from data.sources.tables import parquet_file
-from data.texts import Column, JsonLines, TextChunk, TextChunks, split_text
+from data.texts import Column, JsonLines, TextChunk, TextChunks, TextColumn, split_text
 from support.errors import ConfigError
 
 LONG_ROW = 2**24
@@ -25,10 +25,7 @@ LONG_ROW = 2**24
 _LOOKED_AT = 2**26
 """Bytes in which the column must be found."""
 _CHAT = "chat messages"
-_TEXT_TYPES = ("string", "large_string", "string_view", "null", "Json", "json")
-_VALIDATION = ("validation", "valid", "val", "dev")
-_SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
-                **dict.fromkeys(_VALIDATION, "validation")}
+_TEXT_TYPES = ("string", "large_string", "string_view", "null", "Json", "json", _CHAT)
 
 
 class Rows(NamedTuple):
@@ -49,9 +46,9 @@ class Rows(NamedTuple):
 class _Kind(NamedTuple):
     """How files of a kind are read. The functions take a file and its format."""
 
-    types: Callable[[Path, Format, str], dict[str, str]]
-    """The types of columns; reads on until one has the given name. Empty: there are no rows."""
-    rows: Callable[[Path, Format, str, Any], Iterator[tuple[JsonLines | Column, Any, float]]]
+    types: Callable[[Path, Format, TextColumn], dict[str, str]]
+    """The types of columns; reads on until it finds the given one. Empty: there are no rows."""
+    rows: Callable[[Path, Format, TextColumn, Any], Iterator[tuple[JsonLines | Column, Any, float]]]
     """The rows of a column from a place on, as ``Rows.read`` of one file."""
     cut: Callable[[Path, Format, Fraction], Any]
     """As ``Rows.cut``."""
@@ -70,12 +67,9 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
         selection: what to read.
         by_name: whether their names may give the splits.
     """
-    column = selection.column or "text"
+    column = selection.text_column
     kind = _KINDS[next(iter(files.values())).kind or ""]
-    names = _split_names([file.relative_to(root) for file in files]) if by_name else None
-    groups: dict[str, list[Path]] = {}
-    for file, name in zip(files, names or ["train"] * len(files), strict=True):
-        groups.setdefault(name, []).append(file)
+    groups = splits.files_by_split(root, files, by_name=by_name)
 
     def rows(group: list[Path]) -> Rows:
         def check() -> None:
@@ -94,38 +88,19 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
                     lambda number, fraction: kind.cut(group[number], files[group[number]], fraction))
 
     plain = all(form.plain and form.kind != "parquet" for form in files.values())
-    counts = ", ".join(f"{name} ({len(group):,})" for name, group in sorted(groups.items()))
-    val = "" if selection.names_val else ", and validation, if there is one, as val"
-    notes = () if len(groups) == 1 or selection.split is not None else (
-        f"{source}: the names of its files give the splits {counts}, of which train is read{val}; a glob of the files "
-        "reads all of them as one",)
-    return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
-                      state=file_state(root, [*files]), notes=notes,
+    return row_source(source, lambda: {name: rows(group) for name, group in groups.items()}, selection,
+                      state=file_state(root, [*files]), notes=splits.splits_note(source, groups, selection),
                       total_bytes=sum(file.stat().st_size for file in files) if plain else None)
 
 
-def row_source(source: str, splits: Callable[[], dict[str, Rows]], selection: Selection, **fields: Any) -> Source:
-    """Rows of the chosen split, then those of the validation split, if it is val."""
-    def blocks(start: Any = None, stop: Any = None, /) -> Iterator[Block]:
-        return _row_blocks(_groups(splits(), source, selection), selection, start, stop)
+def row_source(source: str, groups: Callable[[], dict[str, Rows]], selection: Selection, **fields: Any) -> Source:
+    """Rows of the chosen split, then those of the split that is val, if one is."""
+    def chosen() -> dict[bool | None, Rows]:
+        found = groups()
+        return {held_out: found[name] for held_out, name in splits.chosen_splits(found, source, selection).items()}
 
-    def cut(fraction: Fraction) -> Any:
-        return _cut(list(_groups(splits(), source, selection).values()), fraction)
-
-    return Source(source, blocks, cut=cut, **fields)
-
-
-def _groups(splits: dict[str, Rows], source: str, selection: Selection) -> dict[bool | None, Rows]:
-    """The splits that are read, by whether they are val. None: some of its rows are."""
-    chosen = selection.split
-    if chosen is None:
-        chosen = "train" if "train" in splits else next(iter(splits))
-    elif chosen not in splits:
-        raise ConfigError(f"data.source: {source} has no split {chosen!r}; it has {', '.join(splits)}")
-    val = next((name for name in _VALIDATION if name in splits and name != chosen), None)
-    if selection.split is not None or selection.names_val:
-        val = None
-    return {None: splits[chosen]} if val is None else {False: splits[chosen], True: splits[val]}
+    return Source(source, lambda start=None, stop=None, /: _row_blocks(chosen(), selection, start, stop),
+                  cut=lambda fraction: _cut(list(chosen().values()), fraction), **fields)
 
 
 def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: Any, stop: Any) -> Iterator[Block]:
@@ -201,24 +176,22 @@ def _cut_long_rows(rows: JsonLines | Column, limit: int, selection: Selection) -
     return TextChunks(chunks, skipped)
 
 
-def check_column(source: str, column: str, types: dict[str, str]) -> None:
+def check_column(source: str, column: TextColumn, types: dict[str, str]) -> None:
     """Raises :class:`ConfigError` unless the column exists and has text; passes if the columns are unknown."""
     if not types:
         return
-    name = texts.find_column(types, column)
-    chats = [chat for chat in ([name] if name else types) if types[chat] == _CHAT]
+    name = column.find(types)
     with_text = [name for name, type_ in types.items() if type_ in _TEXT_TYPES]
-    if chats:
-        raise ConfigError(f"data.source: {source} has chat messages in the column {chats[0]!r}, which are not "
-                          "supported; write each conversation as one text in a column of its own"
-                          + (f", or choose one of {_listed(with_text)} as column" if with_text else ""))
     if name is None:
         choose = (f"choose one of {_listed(with_text)} as column, or #column= after the source" if with_text else
                   f"its columns are {_listed(types)}, and none has text")
-        raise ConfigError(f"data.source: {source} has no column {column!r}; {choose}")
+        raise ConfigError(f"data.source: {source} has no column {column.name or texts.COLUMNS[0]!r}; {choose}")
     if types[name] not in _TEXT_TYPES:
         raise ConfigError(f"data.source: the column {name!r} of {source} has {types[name]} values; expected "
                           f"text; its columns are {_listed(types)}")
+    if column.template is not None and types[name] in ("string", "large_string", "string_view"):
+        raise ConfigError(f"template is given, but the column {name!r} of {source} has texts and no messages; leave it "
+                          "out, or choose another column")
 
 
 def _listed(names: Collection[str]) -> str:
@@ -233,42 +206,16 @@ def type_name(kind: Any) -> str:
     if pyarrow.types.is_dictionary(kind):
         return type_name(kind.value_type)
     if (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)) and pyarrow.types.is_struct(
-            kind.value_type) and _is_turn({field.name for field in kind.value_type.fields}):
+            kind.value_type) and chats.is_message({field.name for field in kind.value_type.fields}):
         return _CHAT
     return "json" if isinstance(kind, pyarrow.BaseExtensionType) and "json" in str(kind) else str(kind)
 
 
-def _is_turn(names: Set[str]) -> bool:
-    """Whether fields of these names are a turn of a conversation."""
-    return names >= {"role", "content"} or names >= {"from", "value"}
-
-
 def _value_type(value: Any) -> str:
     """The type of a JSON value, in the same words. Other values than texts are skipped one by one."""
-    if isinstance(value, list) and value and all(isinstance(turn, dict) and _is_turn(turn.keys()) for turn in value):
+    if chats.is_chat(value):
         return _CHAT
     return "string" if isinstance(value, str) else "null" if value in (None, []) else type(value).__name__
-
-
-def _split_names(files: Sequence[Path]) -> list[str] | None:
-    """The split of each file, if all are laid out by splits: each is in a folder that is called as a split, or has one
-    in its name, and there is a train file for each of the other words in their names."""
-    found = []
-    for file in files:
-        folder = next((part.lower() for part in reversed(file.parts[:-1]) if part.lower() in _SPLIT_WORDS), None)
-        words = [word for word in re.split(r"[^a-z0-9]+", file.as_posix().lower()) if word.isalpha()]
-        split = folder or next((word for word in reversed(words) if word in _SPLIT_WORDS), None)
-        if split is None:
-            return None
-        rest = frozenset(words) - _SPLIT_WORDS.keys() - _NO_TOPICS if folder is None else frozenset()
-        found.append((_SPLIT_WORDS[split], rest))
-    if any(("train", rest) not in found for _, rest in found):
-        return None
-    return [split for split, _ in found]
-
-
-_NO_TOPICS = {"of", "part", "shard", "chunk", "data", *(suffix[1:] for suffix in (
-    *formats.JSON_SUFFIXES, *formats.CSV_SUFFIXES, *formats.PACKED_SUFFIXES, ".parquet"))}
 
 
 def _json_layout(file: Any, path: Path, begin: int = 0) -> str:
@@ -324,7 +271,7 @@ def _json_values(file: Any, path: Path, form: Format, array: bool, place: int) -
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def _json_types(path: Path, form: Format, column: str) -> dict[str, str]:
+def _json_types(path: Path, form: Format, column: TextColumn) -> dict[str, str]:
     types: dict[str, str] = {}
     place = 0
     with path.open("rb") as raw, formats.read_errors(path, lambda: f"a row after byte {place:,}"), (
@@ -339,15 +286,15 @@ def _json_types(path: Path, form: Format, column: str) -> dict[str, str]:
             for name, item in texts.as_row(value).items():
                 if types.get(name, "null") == "null":
                     types[name] = _value_type(item)
-            name = texts.find_column(types, column)
+            name = column.find(types)
             if (name is not None and types[name] != "null") or place > _LOOKED_AT:
                 break
-    if (name := texts.find_column(types, column)) is not None and types[name] != _CHAT:
+    if (name := column.find(types)) is not None and types[name] != _CHAT:
         types[name] = "string"  # later rows may have text
     return types
 
 
-def _json_rows(path: Path, form: Format, column: str, start: int | None) -> Iterator[tuple[Any, int, float]]:
+def _json_rows(path: Path, form: Format, column: TextColumn, start: int | None) -> Iterator[tuple[Any, int, float]]:
     """A place is an offset in the text."""
     place, counted_from, number = start or 0, start or 0, 1
     size = path.stat().st_size
@@ -363,7 +310,7 @@ def _json_rows(path: Path, form: Format, column: str, start: int | None) -> Iter
             what = "row"
             found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
             for value, place in _json_values(file, path, form, layout == "array", place):  # noqa: B020
-                text = texts.row_text(texts.as_row(value), column, skipped)
+                text = column.row_text(texts.as_row(value), skipped)
                 found += [] if text is None else [text]
                 number += 1
                 if place - begun >= texts.CHUNK_BYTES:
@@ -420,12 +367,12 @@ def _csv_reader(lines: _Lines, path: Path) -> tuple[list[str], Iterator[list[str
     return next(reader, []), reader
 
 
-def _csv_types(path: Path, form: Format, column: str) -> dict[str, str]:
+def _csv_types(path: Path, form: Format, column: TextColumn) -> dict[str, str]:
     with path.open("rb") as raw, formats.read_errors(path, "the header"), formats.open_text(raw, form) as file:
         return dict.fromkeys(_csv_reader(_Lines(file, path), path)[0], "string")
 
 
-def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Iterator[tuple[Column, int, float]]:
+def _csv_rows(path: Path, form: Format, column: TextColumn, start: int | None) -> Iterator[tuple[Column, int, float]]:
     """A place is an offset in the text."""
     def block() -> Column:
         rows = Column.of(found, skipped)
@@ -437,7 +384,7 @@ def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Itera
             formats.open_text(raw, form)) as file:
         lines = _Lines(file, path)
         header, reader = _csv_reader(lines, path)
-        name = texts.find_column(header, column)
+        name = column.find(header)
         index = header.index(name) if name is not None else len(header)
         place = begun = lines.place
         if start is not None:
@@ -447,8 +394,11 @@ def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Itera
         for row in reader:
             place = lines.place
             if row:
-                text = texts.row_text({column: row[index]} if index < len(row) else {}, column, skipped)
-                found += [] if text is None else [text]
+                if index < len(row):
+                    text = column.text(row[index], skipped)
+                    found += [] if text is None else [text]
+                else:
+                    skipped["no_column"] += 1
             if place - begun >= texts.CHUNK_BYTES:
                 yield block(), place, raw.tell() / size
                 found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
@@ -460,16 +410,16 @@ def _no_cut(path: Path, form: Format, fraction: Fraction) -> None:
     """A line break within quotes looks like one between rows."""
 
 
-def _parquet_types(path: Path, form: Format, column: str) -> dict[str, str]:
+def _parquet_types(path: Path, form: Format, column: TextColumn) -> dict[str, str]:
     with parquet_file(path) as file:
         return {field.name: type_name(field.type) for field in file.schema_arrow}
 
 
-def _parquet_rows(path: Path, form: Format, column: str, start: Any) -> Iterator[tuple[Column, Any, float]]:
+def _parquet_rows(path: Path, form: Format, column: TextColumn, start: Any) -> Iterator[tuple[Column, Any, float]]:
     """A place is the number of a row group and of a row in it."""
     first, skip = start or (0, 0)
     with parquet_file(path) as file:
-        name = texts.find_column(file.schema_arrow.names, column) or column
+        name = column.find(file.schema_arrow.names)
         total = max(1, file.metadata.num_rows)
         done = sum(file.metadata.row_group(group).num_rows for group in range(first))
         for group in range(first, file.num_row_groups):
@@ -479,7 +429,7 @@ def _parquet_rows(path: Path, form: Format, column: str, start: Any) -> Iterator
             for batch in file.iter_batches(batch_size=max(16, min(texts.CHUNK_BYTES // max(1, each), 2**16)),
                                            row_groups=[group], columns=[name], use_threads=False):
                 # By name: a field b of a column a is read too where the column is a.b.
-                for found, end in column_parts(batch.column(name), max(0, skip - row)):
+                for found, end in column_parts(batch.column(name), max(0, skip - row), column):
                     yield found, (group, row + end), (done + row + end) / total
                 row += len(batch)
             done, skip = done + row, 0
@@ -498,13 +448,17 @@ _KINDS = {"json": _Kind(_json_types, _json_rows, _json_cut), "csv": _Kind(_csv_t
           "parquet": _Kind(_parquet_types, _parquet_rows, _parquet_cut)}
 
 
-def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
+def column_parts(array: Any, skip: int, column: TextColumn) -> Iterator[tuple[Column, int]]:
     """Parts of an Arrow array of about a chunk each, from row ``skip`` on, with the number of the next row."""
     import pyarrow
 
     kind = type_name(array.type)
-    if as_json := (isinstance(array, pyarrow.ExtensionArray) and kind == "json"):
-        array = array.storage
+    json_column = None
+    if isinstance(array, pyarrow.ExtensionArray) and kind == "json":
+        array, json_column = array.storage, column
+    elif kind == _CHAT:
+        array, json_column = pyarrow.array([None if chat is None else json.dumps(chat, default=str).encode()
+                                            for chat in array.to_pylist()], pyarrow.large_binary()), column
     elif kind not in _TEXT_TYPES:
         if skip < len(array):
             yield Column(b"", np.zeros(array.null_count, np.int64),
@@ -523,5 +477,5 @@ def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
     while skip < len(array):
         begin = offsets_R[skip]
         end = int(np.searchsorted(offsets_R[: len(array)], begin + texts.CHUNK_BYTES, side="left"))
-        yield Column(bytes(values[begin : offsets_R[end]]), offsets_R[skip + 1 : end + 1] - begin, as_json), end
+        yield Column(bytes(values[begin : offsets_R[end]]), offsets_R[skip + 1 : end + 1] - begin, json_column), end
         skip = end

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from data import texts
-from data.texts import Column, JsonLines, Text, TextChunks
+from data.texts import Column, JsonLines, Text, TextChunks, TextColumn
 from support.errors import ConfigError
 
 VAL_FRACTION = 0.05
@@ -56,6 +56,8 @@ class Selection:
     val_share: float | None = None
     """Held-out fraction: evenly spaced rows, files with this fraction of the bytes, or the end of a single text, or of
     one that is longer than all others together."""
+    template: str | None = None
+    """Template of conversations; see :func:`data.chats.chat_text`."""
 
     def __post_init__(self) -> None:
         if self.val_documents is not None and self.val_share is not None:
@@ -64,6 +66,17 @@ class Selection:
             raise ConfigError(f"val_documents is {self.val_documents}; expected a number above 0")
         if self.val_share is not None and not 0 < self.val_share < 1:
             raise ConfigError(f"val_share is {self.val_share}; expected a fraction between 0 and 1, such as 0.005")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are set, with values for messages."""
+        return {name: "given" if name == "template" else value for name, value in vars(self).items()
+                if value is not None}
+
+    @property
+    def text_column(self) -> TextColumn:
+        """The column with the texts of rows."""
+        return TextColumn(self.column, self.template)
 
     @property
     def names_val(self) -> bool:

@@ -1,5 +1,6 @@
 """Sources of texts: Python's standard library, and files with one document each."""
 
+import functools
 import hashlib
 import mmap
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import texts
-from data.sources import formats
+from data.sources import formats, splits
 from data.sources.formats import Format
 from data.sources.source import VAL_FRACTION, Block, Selection, Source, file_state
 from data.texts import Text, TextChunk, TextChunks, chunk_ends, split_text
@@ -41,12 +42,18 @@ def open_stdlib(selection: Selection) -> Source:
                               state=f"{version} {sizes.hexdigest()}", version=version, licence="PSF-2.0")
 
 
-def open_texts(source: str, root: Path, files: dict[Path, Format], selection: Selection) -> Source:
-    """A document per file, which must be text."""
-    if len(files) == 1:
-        ((path, form),) = files.items()
-        return _text_file(source, path, form, selection)
-    return files_as_documents(source, _named(root, files), selection, state=file_state(root, [*files]))
+def open_texts(source: str, root: Path, files: dict[Path, Format], selection: Selection, *, by_name: bool) -> Source:
+    """A document per file, which must be text; ``by_name`` as of :func:`data.sources.rows.open_rows`."""
+    groups = splits.files_by_split(root, files, by_name=by_name)
+    chosen = splits.chosen_splits(groups, source, selection)
+    fields = {"state": file_state(root, [*files]), "notes": splits.splits_note(source, groups, selection)}
+    if None in chosen:
+        files = {file: files[file] for file in groups[chosen[None]]}
+        return files_as_documents(source, _named(root, files), selection, **fields)
+    documents = [_Document(file, files[file], held_out is True, functools.partial(formats.read_text, file, files[file]),
+                           file.stat().st_size) for held_out, name in chosen.items() for file in groups[name]]
+    return _source(source, lambda: documents, sum(document.path.stat().st_size for document in documents),
+                   all(document.form.plain for document in documents), **fields)
 
 
 def _named(root: Path, files: dict[Path, Format]) -> dict[str, tuple[Path, Format]]:
@@ -67,6 +74,9 @@ def files_as_documents(source: str, files: dict[str, tuple[Path, Format]], selec
     Raises:
         ConfigError: the selection holds out all files.
     """
+    if len(files) == 1 and selection.val_documents is not None:
+        raise ConfigError(f"val_documents is {selection.val_documents}, but {source} is a single document; expected "
+                          "val_share, which holds out its end")
     sizes = {name: path.stat().st_size for name, (path, _) in files.items()}
     total = sum(sizes.values())
     by_hash = sorted(files, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
@@ -94,15 +104,6 @@ def files_as_documents(source: str, files: dict[str, tuple[Path, Format]], selec
         return found
 
     return _source(source, documents, total, all(form.plain for _, form in files.values()), **fields)
-
-
-def _text_file(source: str, path: Path, form: Format, selection: Selection) -> Source:
-    """Opens a single document, the end of which is held out."""
-    if selection.val_documents is not None:
-        raise ConfigError(f"val_documents is {selection.val_documents}, but {source} is a single document; expected "
-                          "val_share, which holds out its end")
-    return _source(source, lambda: _with_held_out_end(path, form, selection), path.stat().st_size, form.plain,
-                   state=file_state(path.parent, [path]))
 
 
 class _Document(NamedTuple):

@@ -11,7 +11,7 @@ import requests
 import tiktoken
 
 from data import texts, tokenizers
-from data.texts import JsonLines, TextChunk, TextChunks
+from data.texts import JsonLines, TextChunk, TextChunks, TextColumn
 from support.errors import ConfigError, DataError
 
 GPT2_FILES = Path(__file__).parents[3] / "shared" / "tiktoken"
@@ -98,7 +98,7 @@ def test_rows_have_the_tokens_that_each_has_alone(gpt2, name, monkeypatch):
         for chunk_bytes in (2**20, 100):
             monkeypatch.setattr(tokenizers, "CHUNK_BYTES", chunk_bytes)
             lines = b"".join(json.dumps({"body": row}).encode() + b"\n" for row in (*rows, *more))
-            found = tokenizers.encode_texts(encoding, JsonLines(lines, "body", "rows.jsonl", 1, 0))
+            found = tokenizers.encode_texts(encoding, JsonLines(lines, TextColumn("body"), "rows.jsonl", 1, 0))
             alone = [[*tokenizers.encode_document(encoding, row.encode()), encoding.eot_token] for row in rows + more]
             assert found.ids.tolist() == [token for row in alone for token in row]
             assert found.tokens_P.tolist() == [*map(len, alone)]
@@ -108,7 +108,8 @@ def test_rows_have_the_tokens_that_each_has_alone(gpt2, name, monkeypatch):
 
 def test_undecodable_places_are_counted_unless_every_byte_is_kept(gpt2):
     text = "é \ufffd".encode() + b"\xff \xc3"
-    for texts_ in (TextChunks([TextChunk(text, False, True)]), JsonLines(b'{"text": "%b"}\n' % text, "text", "", 1, 0)):
+    for texts_ in (TextChunks([TextChunk(text, False, True)]),
+                   JsonLines(b'{"text": "%b"}\n' % text, TextColumn(), "", 1, 0)):
         found = tokenizers.encode_texts(gpt2, texts_)
         assert found.replaced == 2
         assert gpt2.decode(found.ids.tolist()) == "é \ufffd\ufffd \ufffd<|endoftext|>"

@@ -69,16 +69,19 @@ def test_an_arrow_file_is_read_alone(tmp_path, form):
 
 
 def test_chats_and_categories_of_datasets(tmp_path):
+    import datasets
     import pyarrow
     import pyarrow.parquet
 
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.parquet'\n---\n")
     coded = pyarrow.array(["a", "b", "a"]).dictionary_encode()
-    pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": "x"}]] * 3, "Text": coded}),
-                                tmp_path / "rows.parquet")
+    chats = {"messages": [[{"role": "user", "content": content}] for content in "xyz"]}
+    pyarrow.parquet.write_table(pyarrow.table({**chats, "Text": coded}), tmp_path / "rows.parquet")
     assert [text for _, text in documents(str(tmp_path))] == [b"a", b"b", b"a"]
-    with pytest.raises(ConfigError, match="chat messages in the column 'messages'"):
-        documents(str(tmp_path), column="messages")
+    expected = [b"<|user|>\n%c\n" % content for content in b"xyz"]
+    assert [text for _, text in documents(str(tmp_path), column="messages")] == expected
+    datasets.Dataset.from_dict(chats).save_to_disk(tmp_path / "saved")
+    assert [text for _, text in documents(str(tmp_path / "saved"))] == expected
 
 
 def test_configurations_splits_and_columns_that_a_dataset_lacks(tmp_path):

@@ -26,8 +26,9 @@ def test_a_parquet_folder_uses_its_validation_split(tmp_path):
 
     for split, values in {"train": ["a", "b"], "validation": ["c"]}.items():
         pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / f"{split}-00000.parquet")
-    assert documents(str(tmp_path)) == [("train", b"a"), ("train", b"b"), ("val", b"c")]
-    assert [text for _, text in documents(str(tmp_path / "train-00000.parquet"))] == [b"a", b"b"]
+    expected = [("train", b"a"), ("train", b"b"), ("val", b"c")]
+    assert documents(str(tmp_path)) == documents(str(tmp_path / "train-00000.parquet")) == expected
+    assert documents(str(tmp_path / "validation-00000.parquet"), val_share=0.1) == [("val", b"c")]
 
 
 def test_a_missing_column_lists_those_that_are_there(tmp_path):
@@ -130,7 +131,7 @@ def test_a_folder_that_is_laid_out_by_splits_is_read_so_and_says_it(tmp_path, na
     write_topics(tmp_path, *names)
     opened = open_source(str(tmp_path))
     (note,), (other,) = opened.notes, open_source(str(tmp_path), Selection(val_share=0.5)).notes
-    assert f"splits {counts}, of which train is read, and validation, if there is one, as val;" in note
+    assert f"splits {counts}, of which train is read, and validation as val;" in note
     assert f"splits {counts}, of which train is read; a glob" in other
     found = documents(opened)
     assert {split for split, _ in found} == {"train", "val"}
@@ -138,7 +139,43 @@ def test_a_folder_that_is_laid_out_by_splits_is_read_so_and_says_it(tmp_path, na
     # Files that are named are read, whatever they are called.
     assert len(documents(f"{tmp_path}/**/*.jsonl")) == 3 * len(names)
     for name in names:
-        assert len(documents(f"{tmp_path}/{name}.jsonl")) == 3
+        assert len(documents(f"{tmp_path}/{name}.jsonl", val_share=0.5)) == 3
+
+
+@pytest.mark.parametrize(("others", "val"), [
+    (("my-valid", "my-test", "your-dev", "my-train-notes"), "my-valid"), (("my-testing", "mine-dev"), "my-testing"),
+    (("my-val-00001", "my-val-00002"), "my-val-00001.jsonl, my-val-00002")])
+def test_a_file_of_another_split_beside_a_train_file_is_val_with_a_note(tmp_path, others, val):
+    import pyarrow
+    import pyarrow.parquet
+
+    write_topics(tmp_path, "my-train", *others)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["another kind"]}), tmp_path / "my-dev.parquet")
+    (tmp_path / ".my-dev.jsonl").write_text("hidden")
+    (tmp_path / "my-dev.jsonl").write_text("")
+    opened = open_source(f"{tmp_path}/my-train.jsonl")
+    assert opened.notes == (f"{tmp_path}/my-train.jsonl: val is {val}.jsonl beside it; val_share holds out a part of "
+                            "the file instead",)
+    names = [name.removesuffix(".jsonl") for name in val.split(", ")]
+    assert documents(opened) == [("train", b"my-train %d" % row) for row in range(3)] + [
+        ("val", f"{name} {row}".encode()) for name in names for row in range(3)]
+    for options in ({"val_documents": 1}, {"val_share": 0.2}, {"split": "train"}):
+        opened = open_source(f"{tmp_path}/my-train.jsonl", Selection(**options))
+        assert opened.notes == ()
+        assert len(documents(opened)) == 3
+
+
+def test_without_validation_the_split_test_is_val(tmp_path):
+    import datasets
+
+    write_topics(tmp_path, "train", "test")
+    (note,) = open_source(str(tmp_path)).notes
+    assert "test (1), train (1), of which train is read, and test as val;" in note
+    assert documents(str(tmp_path))[3:] == [("val", b"test %d" % row) for row in range(3)]
+    rows = datasets.Dataset.from_dict({"text": [*"abcde"]}).train_test_split(2, shuffle=False)
+    rows.save_to_disk(tmp_path / "saved")
+    assert documents(f"{tmp_path}/saved") == [*(("train", text) for text in (b"a", b"b", b"c")),
+                                              ("val", b"d"), ("val", b"e")]
 
 
 def test_splits_of_json_lines_are_told_by_the_names_of_files(tmp_path):
@@ -248,20 +285,35 @@ def test_parquet_of_dictionaries_and_of_columns_with_a_dot(tmp_path):
         assert b"".join(text for _, text in documents(str(tmp_path / "rows.parquet"), column=column)) == expected
 
 
-@pytest.mark.parametrize("turn", [{"role": "user", "content": "Hello"}, {"from": "human", "value": "Hello"}])
-def test_chats_are_refused_in_one_sentence_with_and_without_their_column(tmp_path, turn):
+@pytest.mark.parametrize("message", [{"role": "user", "content": "Hello"}, {"from": "human", "value": "Hello"}])
+@pytest.mark.parametrize("column", ["messages", "conversations", "chosen"])
+def test_chats_are_texts_in_every_format_and_by_a_template(tmp_path, message, column):
     import pyarrow
     import pyarrow.parquet
 
-    rows = [{"id": 1, "messages": []}, *[{"id": 1, "messages": [turn, turn]}] * 3]
+    rows = [{"id": 1, column: []}, *[{"id": 1, column: [message, message]}] * 3, {"id": 1, column: None}]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    chosen = {"column": column} if column == "chosen" else {}
     for suffix in ("jsonl", "json", "parquet"):
-        for column in (None, "messages"):
-            with pytest.raises(ConfigError, match=rf"rows\.{suffix} has chat messages in the column 'messages', which "
-                                                  "are not supported; write each conversation as one text in a column"):
-                documents(f"{tmp_path}/rows.{suffix}", column=column)
+        path = f"{tmp_path}/rows.{suffix}"
+        assert {text for _, text in documents(path, **chosen)} == {b"<|user|>\nHello\n<|user|>\nHello\n"}
+        texts = [text for _, text in documents(path, template="{{ messages[1].role }}", **chosen)]
+        assert texts == [b"user"] * 3
+        if chosen:
+            with pytest.raises(ConfigError, match="has no column 'text'; choose one of chosen as column"):
+                documents(path)
+
+
+def test_the_column_text_comes_before_messages_and_takes_no_template(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}], "text": "b"}] * 2)
+    assert [text for _, text in documents(path)] == [b"b", b"b"]
+    with pytest.raises(ConfigError, match=r"template is given, but the column 'text' of .* has texts and no"):
+        documents(path, template="x")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"template is given, but .*a\.txt is text and has no template; leave it out"):
+        documents(str(tmp_path / "a.txt"), template="x")
 
 
 def test_a_row_longer_than_all_others_together_is_cut_like_a_text(tmp_path):

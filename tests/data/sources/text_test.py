@@ -85,3 +85,19 @@ def test_share_and_number_of_what_is_held_out(tmp_path):
     (_, head), (_, tail) = documents(str(text), val_share=0.5)
     assert head + tail == text.read_bytes()
     assert abs(len(head) - len(tail)) < 20
+
+
+def test_texts_that_are_laid_out_by_splits(tmp_path):
+    for name, text in {"ptb.train.txt": "one two", "ptb.valid.txt": "three", "ptb.test.txt": "four"}.items():
+        (tmp_path / name).write_text(text)
+    expected = [("train", b"one two"), ("val", b"three")]
+    (tmp_path / "README").write_text("about")
+    file, folder = (open_source(str(source)) for source in (tmp_path / "ptb.train.txt", tmp_path))
+    assert documents(file) == documents(folder) == expected
+    assert file.notes == (f"{tmp_path}/ptb.train.txt: val is ptb.valid.txt beside it; val_share holds out a part of "
+                          "the file instead",)
+    assert "splits test (1), train (1), validation (1), of which train is read, and validation as val" in (
+        folder.notes[0])
+    assert [text for _, text in documents(str(tmp_path / "ptb.train.txt"), val_share=0.5)] == [b"one", b" two"]
+    assert documents(str(tmp_path), val_share=0.5) == [("train", b"one"), ("val", b" two")]
+    assert len(documents(f"{tmp_path}/*.txt")) == 3
