@@ -146,8 +146,8 @@ class SpeechDataConfig:
     """Utterances and their transcripts."""
 
     corpus: Literal["synthetic", "audio", "features"] = "synthetic"
-    """synthetic: generated tones; audio: a folder in the layout of LibriSpeech; features: a folder of arrays of
-    features, with transcripts of any symbols, such as phones."""
+    """synthetic: generated tones; audio: a folder in the layout of LibriSpeech or LJSpeech, or with JSON lines of
+    recordings and texts; features: a folder of arrays of features, with transcripts of any symbols, such as phones."""
     dir: str | None = None
     """Folder of the corpora audio and features. Short form: --data-dir."""
     train_utterances: Count | None = None

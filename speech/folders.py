@@ -1,12 +1,7 @@
-"""Corpora in a folder, whose splits are the folders train*, dev* and test* in it.
+"""The features of corpora in a folder, whose layouts are those of :mod:`speech.layouts`.
 
-``audio`` has the layout of LibriSpeech (Panayotov et al., 2015): SPLIT/SPEAKER/CHAPTER/ID.flac or ID.wav, and beside
-them a file *.trans.txt with lines of an ID and its transcript. They may also be in SPLIT itself, or in other folders in
-it. The symbols are letters, and the features log energies of 40 mel bins, every 10 ms.
-
-``features`` has SPLIT/ID.npy, an array of frames and features, and SPLIT/transcripts.txt with lines of an ID and the
-symbols of its transcript, such as phones, with spaces between. The symbols are those of symbols.txt in the folder, one
-a line, or else those of the training transcripts.
+Of ``audio``, the symbols are letters, and the features log energies of 40 mel bins, every 10 ms. Of ``features``, the
+symbols are those of symbols.txt in the folder, one a line, or else those of the training transcripts.
 
 In both, every feature has mean 0 and deviation 1 over an utterance. Features are computed once, and kept in a folder.
 """
@@ -26,7 +21,6 @@ from jaxtyping import Float, Int
 
 from data.utterances import (
     BINS,
-    SPLITS,
     ComputedFeatures,
     Dataset,
     Split,
@@ -35,6 +29,8 @@ from data.utterances import (
     normalized,
     padded,
 )
+from speech import layouts
+from speech.layouts import NAMES, Utterance
 from support import interrupts
 from support.broken import Broken
 from support.command import status
@@ -54,8 +50,6 @@ MOST_RATE = 192_000
 """Maximum samples per second: the filter that resamples can be as long as 20 seconds."""
 MOST_NUMBERS = 2**28
 """Maximum number of features of an utterance in all frames."""
-FOLDERS = {"train": "train", "val": "dev", "test": "test"}
-"""Start of the names of a split's folders."""
 _VERSION = 2
 SAMPLES_AT_ONCE = 10 * RATE
 
@@ -69,14 +63,6 @@ class _Index(TypedDict):
     resampled: dict[Digits, Natural]
     features: Count
     digest: Hexadecimal
-
-
-class _Utterance(NamedTuple):
-    path: Path
-    """Of the audio or the features."""
-    place: str
-    """Of its transcript, for messages."""
-    symbols: Sequence[str]
 
 
 class Read(NamedTuple):
@@ -107,11 +93,11 @@ class Corpus(NamedTuple):
 
     kind: str
     layout: str
-    """What is expected in the folder of a split, for messages."""
-    utterances: Callable[[Path], Iterator[_Utterance]]
-    """The utterances of a split's folder."""
+    """What is expected in the folder, for messages."""
+    utterances: Callable[[Path], Iterator[Utterance]]
+    """The utterances of a folder or a file."""
     read: Callable[[Path], Read]
-    symbols: Callable[[Path, Sequence[_Utterance]], Sequence[str]]
+    symbols: Callable[[Path, Sequence[Utterance]], Sequence[str]]
     """From the folder and the training utterances."""
 
 
@@ -133,18 +119,18 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
         DataError: the folder is not such a corpus, or more than one utterance in a thousand is broken.
         OSError: the features cannot be written.
     """
-    listed = {name: _listed(corpus, folder, name) for name in SPLITS}
+    listed, held_out = layouts.splits(folder, corpus.utterances, corpus.layout)
     symbols = tuple(corpus.symbols(folder, listed["train"]))
     ids = {symbol: number for number, symbol in enumerate(symbols, 1)}
-    splits, notes, files = {}, [], []
+    splits, notes, files = {}, [*held_out], []
     left_out, longest = "", (0, "", Path())
     for name, utterances in listed.items():
         index, frames_FK, file = _features(corpus, folder, name, utterances, cache)
         files.append(file)
         if index["resampled"]:
-            notes.append(f"{folder}: {_resampled(index['resampled'])} in {FOLDERS[name]} resampled to {RATE:,} Hz")
+            notes.append(f"{folder}: {_resampled(index['resampled'])} in {NAMES[name]} resampled to {RATE:,} Hz")
         kept, too_long = [], 0
-        broken = Broken(f"{folder}, {FOLDERS[name]}", "utterances", "correct them or leave them out")
+        broken = Broken(f"{folder}, {NAMES[name]}", "utterances", "correct them or leave them out")
         for row, (utterance, length) in enumerate(zip(utterances, index["lengths"], strict=True)):
             if problem := index["damaged"].get(str(row)):
                 broken.add(f"{utterance.path} ({problem})")
@@ -164,10 +150,10 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
             shortest, path = min((length, utterance.path) for utterance, length in
                                  zip(utterances, index["lengths"], strict=True) if length)
             raise ConfigError(f"model.context is {context}; expected at least {shortest}, the frames of the shortest "
-                              f"utterance of {FOLDERS[name]}, {path}")
+                              f"utterance of {NAMES[name]}, {path}")
         if wanted is not None and wanted > len(kept):
             flag = "train_utterances" if name == "train" else "val_utterances"
-            raise ConfigError(f"data.{flag} is {wanted}; {FOLDERS[name]} of {folder} has {len(kept):,} that can be "
+            raise ConfigError(f"data.{flag} is {wanted}; {NAMES[name]} of {folder} has {len(kept):,} that can be "
                               f"used{f' with model.context {context:,}' if name == 'train' else ''}")
         rows_N = np.array(kept)[np.random.default_rng([seed, *name.encode()]).permutation(len(kept))[:wanted]]
         lengths_N = np.array(index["lengths"], np.int32)
@@ -175,7 +161,7 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
         splits[name] = Split(Mapped(frames_FK, starts_N[rows_N], lengths_N[rows_N]), lengths_N[rows_N],
                              padded([[ids[symbol] for symbol in utterances[row].symbols] for row in rows_N]))
         row = rows_N[lengths_N[rows_N].argmax()]
-        longest = max(longest, (int(lengths_N[row]), FOLDERS[name], utterances[row].path))
+        longest = max(longest, (int(lengths_N[row]), NAMES[name], utterances[row].path))
     if longest[0] > context:
         frames, split, path = longest
         raise ConfigError(f"model.context is {context}; expected at least {frames}, the frames of the longest "
@@ -195,29 +181,13 @@ def sizes(corpus: Corpus, folder: Path) -> tuple[int, int]:
     Raises:
         DataError: the folder is not such a corpus.
     """
-    utterances = _listed(corpus, folder, "train")
+    utterances = layouts.splits(folder, corpus.utterances, corpus.layout)[0]["train"]
     read = (corpus.read(utterance.path) for utterance in utterances)
     features = next((found.frames_TK.shape[1] for found in read if not found.damage), BINS)
     return features, len(corpus.symbols(folder, utterances))
 
 
-def _listed(corpus: Corpus, folder: Path, name: str) -> list[_Utterance]:
-    """The utterances of a split."""
-    prefix = FOLDERS[name]
-    if not folder.is_dir():
-        raise DataError(f"data.dir {folder}: no such folder; expected {corpus.layout} in it")
-    places = sorted(path for path in folder.glob(f"{prefix}*") if path.is_dir())
-    if not places:
-        names = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
-        found = f"no folder {prefix}*, only {names}" if names else "an empty folder"
-        raise DataError(f"data.dir {folder}: expected {corpus.layout}; found {found}")
-    utterances = [utterance for place in places for utterance in corpus.utterances(place)]
-    if not utterances:
-        raise DataError(f"{places[0]}: no utterances; expected {corpus.layout}")
-    return utterances
-
-
-def _problem(utterance: _Utterance, length: int, ids: dict[str, int]) -> str:
+def _problem(utterance: Utterance, length: int, ids: dict[str, int]) -> str:
     """Why an utterance cannot be trained on; empty if it can."""
     if not utterance.symbols:
         return "an empty transcript"
@@ -231,7 +201,7 @@ def _resampled(counts: dict[str, int]) -> str:
     return " and ".join(f"{count:,} files of {int(rate):,} Hz" for rate, count in sorted(counts.items()))
 
 
-def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utterance], cache: Path,
+def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[Utterance], cache: Path,
               ) -> tuple[dict[str, Any], Float[np.ndarray, "F K"], ComputedFeatures]:
     """The index, the frames of all utterances, mapped, and their file.
 
@@ -250,21 +220,21 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
     except (OSError, JsonError):
         index, whole = {}, False
     if not whole:
-        status(f"reading {len(utterances):,} utterances of {folder}, {FOLDERS[name]}; their features are kept in "
+        status(f"reading {len(utterances):,} utterances of {folder}, {NAMES[name]}; their features are kept in "
                f"{place} …")
         place.mkdir(parents=True, exist_ok=True)
         with interrupts.exit_on_sigterm(), replacing(data) as beside:
-            index = _compute(corpus, utterances, beside, f"{folder.resolve().name}, {FOLDERS[name]}")
+            index = _compute(corpus, utterances, beside, f"{folder.resolve().name}, {NAMES[name]}")
         write(listed, index)
     if not sum(index["lengths"]):
         (row, reason), *_ = [*index["damaged"].items(), ("0", "no frames")]
-        raise DataError(f"{folder}, {FOLDERS[name]}: no utterance can be used; the first at "
+        raise DataError(f"{folder}, {NAMES[name]}: no utterance can be used; the first at "
                         f"{utterances[int(row)].path} ({reason})")
     frames_FK = np.memmap(data, np.float32, "r").reshape(-1, index["features"])
     return index, frames_FK, ComputedFeatures(data, listed, index["digest"])
 
 
-def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path, title: str) -> dict[str, Any]:
+def _compute(corpus: Corpus, utterances: Sequence[Utterance], path: Path, title: str) -> dict[str, Any]:
     """Reads all files and writes their frames, with a progress bar; returns the index."""
     lengths, damaged, resampled, digest, features = [], {}, Counter[int](), hashlib.sha256(), 0
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -296,30 +266,6 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
-    """The ID, the rest and the place of each line of a file of transcripts."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        if words := line.split(maxsplit=1):
-            yield words[0], " ".join(words[1:]).strip(), f"{path} line {number:,}"
-
-
-def _of_librispeech(place: Path) -> Iterator[_Utterance]:
-    for transcripts in sorted(place.rglob("*.trans.txt")):
-        for name, text, where in _lines(transcripts):
-            flac = transcripts.with_name(f"{name}.flac")
-            path = flac if flac.exists() else transcripts.with_name(f"{name}.wav")
-            yield _Utterance(path if path.exists() else flac, where, text)
-
-
-def _of_features(place: Path) -> Iterator[_Utterance]:
-    for name, text, where in _lines(place / "transcripts.txt"):
-        yield _Utterance(place / f"{name}.npy", where, text.split())
 
 
 def read_audio(path: Path) -> Read:
@@ -404,7 +350,7 @@ def _read_features(path: Path) -> Read:
     return Read(np.array(frames_TK))
 
 
-def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str]:
+def _of_training(folder: Path, utterances: Sequence[Utterance]) -> Sequence[str]:
     path = folder / "symbols.txt"
     if path.is_file():
         try:
@@ -417,8 +363,8 @@ def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str
     return sorted({symbol for utterance in utterances for symbol in utterance.symbols})
 
 
-AUDIO = Corpus("audio", "train*, dev* and test* with *.trans.txt and *.flac or *.wav, in them or in SPEAKER/CHAPTER",
-               _of_librispeech, read_audio, lambda folder, utterances: LETTERS)
-FEATURES = Corpus("features", "train*, dev* and test* with transcripts.txt and *.npy", _of_features, _read_features,
-                  _of_training)
+AUDIO = Corpus("audio", "train*, dev* and test*, or all of the corpus, as *.trans.txt, metadata.csv or *.jsonl with "
+               "*.flac or *.wav", layouts.audio, read_audio, lambda folder, utterances: LETTERS)
+FEATURES = Corpus("features", "train*, dev* and test*, or all of the corpus, as transcripts.txt with *.npy",
+                  layouts.features, _read_features, _of_training)
 CORPORA = {corpus.kind: corpus for corpus in (AUDIO, FEATURES)}
