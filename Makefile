@@ -17,7 +17,7 @@ venv := .venv/.complete
 cpu_build := --require-hashes --requirement requirements.lock
 cuda_build := --requirement requirements.lock --requirement pyproject.toml --extra cuda
 
-.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart zoo lock clean always
+.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart zoo docs lock clean always
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,16 @@ lint: $(venv)  ## ruff, import-linter and pyright
 
 gpu-check:  ## compile kernels and training steps for an H200, without one: 5 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
+
+pages := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md benchmarks compilation comparison configs data docs kernels \
+	lineargpt.py lra models speech studies tests training
+
+docs: $(venv)  ## build the site of the documentation in build/site; with the page of the quickstart if there is one
+	rm -rf build/pages
+	mkdir -p build/pages
+	ln -s $(addprefix '$(CURDIR)'/,$(pages)) build/pages
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --config-file docs/site/mkdocs.yml
+	@echo 'The site is in build/site; to look at it: $(python) -m http.server --directory build/site'
 
 lock:  ## update requirements.lock after a change of the dependencies in pyproject.toml
 	bash scripts/uv.sh pip compile --quiet --universal --python-version 3.12 --extra train --extra dev \

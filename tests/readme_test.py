@@ -8,6 +8,7 @@ import pkgutil
 import re
 import shlex
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_the_python_of_the_readme_runs():
     exec(code, found)
     assert found["y"].shape == (2, 256, 4, 32)
     assert found["logits"].shape == (2, 256, 257)
+
+
+@pytest.mark.fast
+def test_the_version_is_that_of_the_last_section_of_the_changelog():
+    versions = re.findall(r"^## (\S+) – (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^(?:version|date-released): (.+)$", citation, re.MULTILINE) == [*versions[0]]
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == versions[0][0]
+    assert "v" + versions[0][0] in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.fast
