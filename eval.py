@@ -36,7 +36,7 @@ are printed and written to RUN/evaluation-harness.json, which compare.py does no
 at most as many tokens as the training context; longer contexts lose their beginning.
 
 --split test, for images, evaluates the whole split test unless --batches is given. Its results are printed and written
-to RUN/evaluation-test.json instead, which compare.py does not read.
+to RUN/evaluation-test.json instead, which only studies read.
 """
 
 from support import interrupts, packages
@@ -71,7 +71,7 @@ from support.terminal import printable
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.loading import LoadedRun, load_model, load_tokenizer
-from training.run_files import TASK_EVALUATION
+from training.run_files import EVALUATION, TASK_EVALUATION, TEST_EVALUATION
 from training.sharding import inference_mesh
 from training.task_evaluation import By, evaluate_task
 from training.window_losses import FILE as WINDOW_LOSSES
@@ -179,7 +179,7 @@ def evaluate(options: Options) -> None:
             tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
             packing=run.config.data.packing, split=options.split, by_token_class=options.by_token_class,
             progress=status)
-    path = options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json")
+    path = options.run / (EVALUATION if options.split == "val" else TEST_EVALUATION)
     try:
         print_results(run, corpora, found, options)
     except BrokenPipeError:  # nobody reads them

@@ -5,6 +5,7 @@
     python sweep.py studies/learning_rate.py --out runs/lr --commands runs.txt
     python sweep.py studies/learning_rate.py --out runs/lr --index 3
     python sweep.py studies/lra.py --out runs/lra --rows chunked --dry-run
+    python sweep.py studies/images.py --out runs/mnist --quick --data.dir mnist
 
 The same command skips finished runs and resumes interrupted ones. A failed run does not stop the others. Ctrl-C saves
 the current run and stops. docs/sweeps.md explains how to spread a study over machines.
@@ -37,6 +38,14 @@ from sweeps.plan import PlannedRun, plan, program
 
 
 @dataclass(frozen=True)
+class DataOptions:
+    """Data of the study, where it takes some."""
+
+    dir: str | None = None
+    """Folder of the data, such as the images of studies/images.py. None: the study's own."""
+
+
+@dataclass(frozen=True)
 class Options:
     """The command line."""
 
@@ -51,6 +60,7 @@ class Options:
     it."""
     rungs: str | None = None
     """Rungs of the study's ladder of sizes, with commas between, such as XS,S, if the study has one. None: all."""
+    data: DataOptions = DataOptions()
     parallel: int = 1
     """Number of runs at once, each with its own GPU or its share of a CPU's cores."""
     dry_run: bool = False
@@ -79,7 +89,7 @@ def check(options: Options) -> None:
 
 
 def part_of(options: Options, study: Study) -> dict[str, Any]:
-    """The part of the study that ``--rows`` and ``--rungs`` name, as arguments of :meth:`Study.runs`.
+    """What ``--rows``, ``--rungs`` and ``--data.dir`` name, as arguments of :meth:`Study.runs`.
 
     Raises:
         ConfigError: a row is neither an arm of the study nor a mode.
@@ -88,7 +98,7 @@ def part_of(options: Options, study: Study) -> dict[str, Any]:
     for row in part.get("rows", ()):
         if row not in study.arms:
             attention.load(row, "rows")
-    return part
+    return part | ({} if options.data.dir is None else {"data_dir": options.data.dir})
 
 
 def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
@@ -126,7 +136,8 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int
 def shell_lines(options: Options, count: int) -> list[str]:
     """The shell command of each run, for the working folder."""
     flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
-    part = [text for name in ("rows", "rungs") if (value := getattr(options, name)) for text in (f"--{name}", value)]
+    parts = {"--rows": options.rows, "--rungs": options.rungs, "--data.dir": options.data.dir}
+    part = [text for flag, value in parts.items() if value for text in (flag, value)]
     line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *part, *flags, "--index"]
     return [shlex.join([*line, str(index)]) for index in range(count)]
 

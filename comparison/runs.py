@@ -32,6 +32,7 @@ from training.run_files import (
     ENVIRONMENT,
     EVALUATION,
     TASK_EVALUATION,
+    TEST_EVALUATION,
     read_config,
     read_environment,
     read_evaluations,
@@ -96,6 +97,8 @@ class Run:
     """The annealed points before the end of the run; :attr:`lengths` has also the end."""
     task_evaluation: Mapping[str, Any] | None = None
     """The contents of ``evaluation-task.json``, from eval.py --length."""
+    test_evaluations: Sequence[dict[str, Any]] = ()
+    """The evaluations in ``evaluation-test.json``, from eval.py --split test."""
 
     @property
     def attention(self) -> str:
@@ -357,7 +360,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     sample_step, sample, sample_image = newest_sample(path / "samples")
     return Run(_name(path.resolve().name), path, config, environment, with_flops(train, per_token),
                with_flops(val, per_token), evaluations, windows, evaluated_step, sample, sample_image, sample_step,
-               with_flops(annealed, per_token), load_task_evaluation(path))
+               with_flops(annealed, per_token), load_task_evaluation(path), load_test_evaluations(path))
 
 
 def _name(text: str) -> str:
@@ -421,6 +424,16 @@ def load_task_evaluation(path: Path) -> dict[str, Any] | None:
     except RunError as error:
         warnings.warn(f"the evaluation of {path} by length is left out: {error}", stacklevel=2)
         return None
+
+
+def load_test_evaluations(path: Path) -> list[dict[str, Any]]:
+    """What eval.py --split test wrote in a run's folder; empty without it, or if damaged, which a warning says."""
+    try:
+        found = read_evaluations(path, TEST_EVALUATION) if (path / TEST_EVALUATION).is_file() else {"evaluations": []}
+        return _shown(found)["evaluations"]
+    except RunError as error:
+        warnings.warn(f"the evaluation of {path} on test is left out: {error}", stacklevel=2)
+        return []
 
 
 def newest_sample(folder: Path) -> tuple[int | None, str | None, bytes | None]:

@@ -5,8 +5,9 @@
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
                              and a third, for lines that sweep.py prints: notes(quick: bool) -> Sequence[str]
                              get_runs may take rows, other attentions than its own: get_runs(quick, rows=None);
-                             rungs, those of a ladder of sizes; and finished, the finished runs of OUT, for runs that
-                             follow from the results of others, such as more seeds at the best learning rate
+                             rungs, those of a ladder of sizes; data_dir, a folder of data; and finished, the finished
+                             runs of OUT, for runs that follow from the results of others, such as more seeds at the
+                             best learning rate
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -35,7 +36,7 @@ ROOT = Path(__file__).absolute().parent.parent
 """Base of relative paths of studies and recipes that the working folder lacks."""
 FORMAT = 1
 """Format number of ``study.json`` and ``run.json``: increment it for incompatible changes."""
-PARTS = {"rows": "its own attentions", "rungs": "no ladder of sizes"}
+PARTS = {"rows": "its own attentions", "rungs": "no ladder of sizes", "data_dir": "its own data"}
 """What a study has that does not take a part."""
 RECORD = "study.json"
 FIGURES = "figures"
@@ -139,13 +140,13 @@ class Study:
     def _parameters(self) -> Mapping[str, Any]:
         return inspect.signature(self.module.get_runs).parameters
 
-    def runs(self, quick: bool, finished: Sequence[Run] = (), **part: Sequence[str]) -> list[Variation]:
+    def runs(self, quick: bool, finished: Sequence[Run] = (), **part: Sequence[str] | str) -> list[Variation]:
         """The runs of the study, or of its quick form, in order.
 
         Args:
             quick: whether of the quick form.
             finished: the finished runs of the output folder, for a study that follows results.
-            **part: ``rows``, attentions in place of the study's own, or ``rungs`` of its ladder of sizes.
+            **part: ``rows``, attentions in place of the study's own, ``rungs`` of its ladder of sizes, or ``data_dir``.
 
         Raises:
             ConfigError: ``get_runs`` fails, does not take the part, or returns no runs, duplicate names, or a name that
@@ -153,8 +154,8 @@ class Study:
         """
         for name in part:
             if name not in self._parameters:
-                raise ConfigError(f"{name}: {self.path} has {PARTS[name]}; expected a study with get_runs(quick, "
-                                  f"{name}=None)")
+                raise ConfigError(f"{name.replace('_', '.')}: {self.path} has {PARTS[name]}; expected a "
+                                  f"study with get_runs(quick, {name}=None)")
         runs = self._call("get_runs", quick, **part, **({"finished": finished} if self.follows_results else {}))
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
             raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")

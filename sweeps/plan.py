@@ -75,7 +75,7 @@ def program(command: str) -> list[str]:
     return [command if Path.cwd() == ROOT else str(ROOT / command)]
 
 
-def plan(study: Study, out: Path, *, quick: bool, **part: Sequence[str]) -> list[PlannedRun]:
+def plan(study: Study, out: Path, *, quick: bool, **part: Sequence[str] | str) -> list[PlannedRun]:
     """The runs of a study, in order, those that follow from the results in ``out`` included; other arguments as in
     :meth:`Study.runs`.
 

@@ -72,6 +72,8 @@ def test_evaluation_of_val_and_of_test(folder, tmp_path, capsys, monkeypatch):
     assert (folder / "run" / "evaluation.json").read_bytes() == before
     entry, = json.loads((folder / "run" / "evaluation-test.json").read_text())["evaluations"]
     assert (entry["windows"], entry["tokens"]) == (10, 120)
+    (read,) = load_run(folder / "run").test_evaluations
+    assert read["bits_per_dimension"] == entry["bits_per_dimension"]
     told = capsys.readouterr().out
     assert "bits per dimension" in told
     baseline = TokenFiles.open(folder / "tokens").meta["pixel_histogram"]["test"]

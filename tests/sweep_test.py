@@ -18,7 +18,7 @@ import pytest
 import sample
 import sweep
 from comparison.figures import check_names
-from comparison.runs import load_run
+from comparison.runs import Run, load_run
 from comparison.study import grid, load_study
 from configs.schema import Config
 from lra import tasks
@@ -302,8 +302,14 @@ def test_parts_of_a_study_share_a_folder(made: SweptStudy, capsys):
     assert [run["name"] for run in json.loads((made.out / "study.json").read_text())["runs"]] == RUNS
     assert made.sweep("--rungs", "1e-2", "--commands", made.folder / "lines.txt") == 0
     assert "--rungs 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
-    made.change("rungs=None", "rows=None")
-    made.change("rungs or ", "")
+    made.change("rungs=None", "data_dir=None")
+    made.change("rungs or ", "data_dir and (data_dir,) or ")
+    assert made.sweep("--data.dir", "1e-2", "--commands", made.folder / "lines.txt") == 0
+    assert "--data.dir 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
+    made.change("data_dir=None", "rows=None")
+    made.change("data_dir and (data_dir,) or ", "")
+    assert "has its own data; expected a study with get_runs(quick, data_dir=None) (--data.dir)" in (
+        made.refused(capsys, "--data.dir", "1e-2"))
     assert "rungs: " in (message := made.refused(capsys, "--rungs", "1e-2"))
     assert "has no ladder of sizes; expected a study with get_runs(quick, rungs=None)" in message
 
@@ -588,6 +594,38 @@ def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatc
     retrieval = [line for line in study.notes(quick=False) if line.startswith("retrieval: ")]
     assert "new_aan_pairs.train.tsv" in retrieval[0]
     assert "https://storage.googleapis.com/long-range-arena/lra_release.gz" in retrieval[0]
+
+
+def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(tmp_path: Path):
+    study = load_study("studies/images.py")
+    (tmp_path / "mnist").mkdir()
+
+    def planned(*finished: Run) -> list[plan.PlannedRun]:
+        return [plan.plan_run(study.path, run, tmp_path) for run in
+                study.runs(True, finished, data_dir=str(tmp_path / "mnist"))]
+
+    first = planned()
+    assert len(first) == 15
+    runs = []
+    for run in first:
+        assert run.config.data.source == str(tmp_path / "mnist")  # pyright: ignore[reportOptionalMemberAccess]
+        folder = set_run_fields(write_run(run.folder), run)
+        bits = 0.9 if run.name == "mnist-kda-0.01-seed-0" else 1.0
+        lines = [line | {"bits_per_dimension": bits} for line in read_lines(folder)]
+        write_lines(folder, lines)
+        entry = {"context": 784, "corpus": "mnist", "loss": 1.0, "bits_per_dimension": bits + 0.1, "positions": []}
+        (folder / "evaluation-test.json").write_text(json.dumps({"step": 40, "evaluations": [entry]}))
+        runs.append(load_run(folder))
+    more = planned(*runs)[15:]
+    assert [run.name for run in more] == [
+        f"mnist-{arm}-{rate}-seed-{seed}" for seed in (1, 2) for arm, rate in (
+            ("softmax", 0.003), ("linear", 0.003), ("gated", 0.003), ("kda", 0.01), ("hybrid-kda", 0.003))]
+    test = study.figures(runs)[-1]
+    assert {row[0]: row[4] for row in test.rows} == {
+        "softmax": "1.1000", "linear": "1.1000", "gated": "1.1000", "kda": "1.0000", "hybrid-kda": "1.1000"}
+    assert {point.x for line in test.lines for point in line.points} == {"MNIST"}
+    (tmp_path / "mnist" / "meta.json").write_text("{}")
+    assert study.runs(True, data_dir=str(tmp_path / "mnist"))[0].fields["data.dir"] == str(tmp_path / "mnist")
 
 
 def test_a_dry_run_ends_with_the_studys_notes_and_what_cannot_start(made: SweptStudy, capsys):

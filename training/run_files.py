@@ -12,6 +12,7 @@ from support.json_files import Count, Natural
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 EVALUATION = "evaluation.json"
+TEST_EVALUATION = "evaluation-test.json"
 TASK_EVALUATION = "evaluation-task.json"
 
 
@@ -150,14 +151,14 @@ def read_environment(run_dir: Path) -> dict[str, Any]:
     return json_files.read(run_dir / ENVIRONMENT, Environment)
 
 
-def read_evaluations(run_dir: Path) -> dict[str, Any]:
-    """The contents of ``evaluation.json``.
+def read_evaluations(run_dir: Path, name: str = EVALUATION) -> dict[str, Any]:
+    """The contents of ``evaluation.json``, or of ``evaluation-test.json``.
 
     Raises:
         JsonError: it is damaged.
         OSError: it cannot be read.
     """
-    return json_files.read(run_dir / EVALUATION, Evaluations, remedy="run eval.py again")
+    return json_files.read(run_dir / name, Evaluations, remedy="run eval.py again")
 
 
 def read_task_evaluation(run_dir: Path) -> dict[str, Any]:
