@@ -17,7 +17,7 @@ venv := .venv/.complete
 cpu_build := --require-hashes --requirement requirements.lock
 cuda_build := --requirement requirements.lock --requirement pyproject.toml --extra cuda
 
-.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart zoo docs lock clean always
+.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart zoo docs lowest lock clean always
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -72,8 +72,7 @@ lint: $(venv)  ## ruff, import-linter and pyright
 gpu-check:  ## compile kernels and training steps for an H200, without one: 5 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
-pages := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md benchmarks compilation comparison configs data docs kernels \
-	lineargpt.py lra models speech studies tests training
+pages := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md benchmarks data docs lra speech studies
 
 docs: $(venv)  ## build the site of the documentation in build/site; with the page of the quickstart if there is one
 	rm -rf build/pages
@@ -87,6 +86,14 @@ lock:  ## update requirements.lock after a change of the dependencies in pyproje
 		--generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
 		pyproject.toml --output-file requirements.lock
 
-clean:  ## remove .venv, .venv-gpu, the uv of the project and caches, never runs/
-	rm -rf .venv .venv.new .venv-gpu .uv .pytest_cache .ruff_cache build dist lineargpt_ops.egg-info
+lowest: .venv-lowest/.complete  ## run the fast tests with the lowest versions that pyproject.toml allows: 3 minutes
+	.venv-lowest/bin/python -m pytest -q -m 'fast and not thorough'
+
+.venv-lowest/.complete: pyproject.toml
+	rm -f $@
+	bash scripts/environment.sh .venv-lowest --resolution lowest-direct --requirement pyproject.toml --extra train \
+		--extra dev
+
+clean:  ## remove .venv and its like, the uv of the project and caches, never runs/
+	rm -rf .venv .venv.new .venv-gpu .venv-lowest .uv .pytest_cache .ruff_cache build dist lineargpt_ops.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -58,13 +58,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to code, folders and other files lead to the repository. Without its address, those to files of the site
-    lead to these, those to folders to the README in it, and others nowhere."""
+    """Links to what the site does not have, such as code and folders, lead to the repository. Without its address,
+    those to folders lead to the README in it, and others are plain text."""
     def link(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), target))
-        is_folder, known = (ROOT / path).is_dir(), files.get_file_from_path(path) is not None
-        if config.repo_url and (ROOT / path).exists() and (not known or path.endswith((".py", ".ipynb"))):
+        is_folder = (ROOT / path).is_dir()
+        known = (file := files.get_file_from_path(path)) is not None and file.inclusion.is_included()
+        if config.repo_url and (ROOT / path).exists() and (not known or path.endswith(".ipynb")):
             return f"[{text}]({config.repo_url.rstrip('/')}/{'tree' if is_folder else 'blob'}/main/{path}{anchor})"
         if is_folder and files.get_file_from_path(f"{path}/README.md"):
             return f"[{text}]({target.rstrip('/')}/README.md{anchor})"
