@@ -1,12 +1,12 @@
 """From a call of an op to one of its implementations: checks, choice, and inputs in the form that all of them take."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from . import checks, decay
+from . import checks, decay, device
 from .gpu import has_kernel, triton
 from .segments import runs_of
 
@@ -35,14 +35,14 @@ class Implementation(NamedTuple):
     compute: Callable[..., Any]
     refuses: Callable[[Call], str | None] = lambda call: None
     """Why it does not support a call; None if it does."""
-    is_kernel: bool = False
-    """Whether it consists of our GPU kernels. On other devices these are interpreted, for tests."""
+    kernel_of: Literal["gpu", "tpu"] | None = None
+    """The device of its kernels, if it consists of them. On other devices these are interpreted, for tests."""
     with_channels: Callable[..., Any] | None = None
     """Computes calls with ``channel_log_decay_BTHM``, in place of ``compute``; None: it does not support them."""
 
     def refusal(self, call: Call) -> str | None:
         """Why it cannot compute a call; None if it can."""
-        if self.is_kernel and triton.MISSING is not None:
+        if self.kernel_of == "gpu" and triton.MISSING is not None:
             return triton.MISSING
         if call.channel_decay and self.with_channels is None:
             return "it does not support channel_log_decay_BTHM"
@@ -71,7 +71,8 @@ class Dispatcher(NamedTuple):
         *faster, plain = self.fastest(call)
         for name in faster:
             form = self.implementations[name]
-            if (not form.is_kernel or has_kernel()) and form.refusal(call) is None:
+            is_here = {None: True, "gpu": has_kernel(), "tpu": device.platform() == "tpu"}[form.kernel_of]
+            if is_here and form.refusal(call) is None:
                 return name
         return plain
 

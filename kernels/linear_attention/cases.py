@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..cases import Arrays, AttentionCase, Case, LogDecay, TimedAttention, TimedForm, state_shapes
-from . import tuning
+from . import pallas_tpu, tuning
 from .api import State, linear_attention, pick_implementation
 from .chunk_size import pick_chunk_sizes
 
@@ -168,6 +168,30 @@ _KERNEL = (
 )
 
 
+def _tpu(title: str, T: int, M: int, D: int, dtype: str, *, B: int = 2, H: int = 2, slow: bool = True,
+         **options: Any) -> LinearAttentionCase:
+    """For the TPU kernels, in an interpreter that looks for races."""
+    return LinearAttentionCase(
+        B, T, H, M, D, dtype=dtype, title=f"TPU, {title}, {dtype}", implementations=("pallas_tpu",),
+        tolerance=KERNEL_TOLERANCES[dtype], plain="chunked" if dtype == "bfloat16" else None, slow=slow,
+        constants=(("kernels.linear_attention.pallas_tpu.INTERPRETER", pallas_tpu.detecting_races()),), **options)
+
+
+# Chunks are of 128 tokens. Three heads of 64 are two groups, one of them half empty.
+_TPU = (
+    _tpu("1 token", 1, 16, 16, "float32", slow=False),
+    _tpu("63 tokens, not normalised", 63, 48, 48, "float32", normalize=False, state=False, slow=False),
+    _tpu("200 tokens, three heads, segments", 200, 64, 64, "float32", H=3, segments=True, slow=False),
+    _tpu("300 tokens, mixed decay", 300, 16, 100, "float32", log_decay="mixed"),
+    _tpu("300 tokens, strong decay, segments", 300, 48, 64, "float32", log_decay="strong", segments=True),
+    _tpu("300 tokens, mixed decay, not normalised", 300, 64, 64, "float32", log_decay="mixed", normalize=False,
+         chunk_size=256),
+    _tpu("200 tokens, wide features", 200, 200, 32, "float32"),
+    _tpu("300 tokens", 300, 64, 64, "bfloat16", slow=False),
+    _tpu("300 tokens, mixed decay, segments", 300, 128, 128, "bfloat16", log_decay="mixed", segments=True),
+)
+
+
 def _decode(B: int, H: int, M: int, D: int, dtype: str, title: str = "", **options: Any) -> LinearAttentionCase:
     """The GPU kernel of one token in interpret mode."""
     # Sums in float32; y is rounded to the dtype of the values.
@@ -288,7 +312,7 @@ def _tuned(B: int, T: int, H: int, width: int) -> LinearAttentionCase:
 _TUNED = (_tuned(1, 2048, 12, 64), _tuned(8, 1024, 8, 64), _tuned(1, 16_384, 12, 64), _tuned(4, 2048, 16, 128),
           _tuned(2, 16_384, 16, 128))
 
-CASES: tuple[Case, ...] = (*_PLAIN, *_CHANNELS, *_KERNEL, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
+CASES: tuple[Case, ...] = (*_PLAIN, *_CHANNELS, *_KERNEL, *_TPU, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
 
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:

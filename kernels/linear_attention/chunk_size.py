@@ -9,6 +9,8 @@ CHUNK = 64
 """C of ``chunked``: balances the quadratic part inside a chunk and the traffic of the states."""
 BLOCK = 256
 """C of ``blockwise``, whose work does not depend on it."""
+TPU_CHUNK = 128
+"""C of ``pallas_tpu``: the side of the matrix unit."""
 DEFAULTS = {"chunked": CHUNK, "blockwise": BLOCK}
 
 
@@ -28,6 +30,9 @@ def pick_chunk_sizes(implementation: str, q_BTHM: Any, k_BTHM: Any, v_BTHD: Any,
     if implementation.startswith("pallas_gpu"):
         return kernel_chunk_sizes(T, block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3]),
                                   operand_dtype(q_BTHM, k_BTHM, v_BTHD), chunk_size, segments=segments)
+    if implementation == "pallas_tpu":
+        C = chunk_size or TPU_CHUNK
+        return ChunkSizes(C, C)
     if implementation not in DEFAULTS:
         return None
     C = min(T, chunk_size or DEFAULTS[implementation])

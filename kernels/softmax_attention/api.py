@@ -22,7 +22,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 CACHED_IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(cached_reference),
     "blockwise": Implementation(cached.cached_blockwise),
-    "decode": Implementation(decode.softmax_decode, decode.refuses, is_kernel=True),
+    "decode": Implementation(decode.softmax_decode, decode.refuses, kernel_of="gpu"),
 }
 """For new tokens to a cache, by name."""
 _DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "blockwise"))

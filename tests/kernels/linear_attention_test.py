@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels import cases
 from kernels.linear_attention import EPSILON, State, linear_attention, pick_implementation
@@ -295,6 +296,31 @@ def test_the_fastest_form_is_picked_by_length():
 
     assert picked(1) == "recurrent"
     assert picked(2) == "chunked"
+
+
+def test_on_a_tpu_its_kernels_are_picked_for_what_they_support():
+    def picked(tokens=300, width=64, dtype="bfloat16", **options):
+        x = jax.ShapeDtypeStruct((1, tokens, 2, width), dtype)
+        return pick_implementation(x, x, x, **options)
+
+    device = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert picked() == picked(log_decay=True, segments=True) == picked(width=256, chunk_size=256) == "pallas_tpu"
+        assert picked(1) == "recurrent"
+        for options in ({"width": 257}, {"dtype": "float16"}, {"chunk_size": 64}, {"causal": False},
+                        {"log_decay": True, "channel_decay": True}):
+            assert picked(**options) == "chunked", options
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"chunk_size": 64}, "implementation='pallas_tpu': chunk_size=64; it supports 128, 256"),
+    ({"causal": False}, "it supports only causal=True; for causal=False choose implementation='chunked'"),
+    ({"channel_log_decay_BTHM": jnp.zeros((1, 8, 2, 4))}, "it does not support channel_log_decay_BTHM"),
+    ({"dtype": "float16"}, "q_BTHM is float16; it supports float32, bfloat16")])
+def test_what_the_kernels_of_a_tpu_refuse(options, message):
+    x = jnp.ones((1, 8, 2, 4), options.pop("dtype", "float32"))
+    with pytest.raises(NotImplementedError, match=message):
+        linear_attention(x, x, x, implementation="pallas_tpu", **options)
 
 
 class TestBadInput:

@@ -62,12 +62,12 @@ def check(case, implementation, monkeypatch):
 
 
 def _first_with_kernels():
-    """One case of each implementation that is a GPU kernel."""
+    """One case of each implementation that is a kernel."""
     found = {}
     for case in cases.find_cases("tests"):
         platforms = [value() for name, value in case.constants if name == "kernels.device.platform"]
         for implementation in case.implementations:
-            is_kernel = case.gpu_kernels or "gpu" in platforms or "gpu" in (implementation or "")
+            is_kernel = case.gpu_kernels or "gpu" in platforms or "pallas" in (implementation or "")
             if is_kernel and case.dtype != "float64":
                 found.setdefault((case.op, implementation), case)
     return [pytest.param(case, implementation, id=f"{op}: {implementation or 'picked'}")
