@@ -17,7 +17,7 @@ venv := .venv/.complete
 cpu_build := --require-hashes --requirement requirements.lock
 cuda_build := --requirement requirements.lock --requirement pyproject.toml --extra cuda
 
-.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart zoo docs lowest lock clean always
+.PHONY: help setup check test-fast test test-thorough lint gpu-check tpu-check quickstart zoo docs lowest lock clean always
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +72,9 @@ lint: $(venv)  ## ruff, import-linter and pyright
 gpu-check:  ## compile kernels and training steps for an H200, without one: 5 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
+tpu-check:  ## compile kernels for five generations of TPUs, without one: 5 minutes on 2 cores, 1 GB of disk
+	@bash scripts/tpu_check.sh
+
 pages := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md benchmarks data docs lra speech studies
 
 docs: $(venv)  ## build the site of the documentation in build/site; with the page of the quickstart if there is one
@@ -95,5 +98,5 @@ lowest: .venv-lowest/.complete  ## run the fast tests with the lowest versions t
 		--extra dev
 
 clean:  ## remove .venv and its like, the uv of the project and caches, never runs/
-	rm -rf .venv .venv.new .venv-gpu .venv-lowest .uv .pytest_cache .ruff_cache build dist lineargpt_ops.egg-info
+	rm -rf .venv .venv.new .venv-gpu .venv-tpu .venv-lowest .uv .pytest_cache .ruff_cache build dist lineargpt_ops.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

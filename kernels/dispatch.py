@@ -22,6 +22,7 @@ class Call(NamedTuple):
     log_decay: bool = False
     """Whether there is a decay, of heads or of channels."""
     channel_decay: bool = False
+    window: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -94,7 +95,8 @@ class Dispatcher(NamedTuple):
     def start(self, named: str | None, dtype: jnp.dtype, heads: Mapping[str, Array],
               others: Mapping[str, tuple[Array | None, str]] | None = None, *, causal: bool = True,
               segment_ids_BT: Array | None, log_decay_BTH: Array | None,
-              channel_log_decay_BTHM: Array | None = None, chunk_size: int | None = None, **sizes: int) -> Chosen:
+              channel_log_decay_BTHM: Array | None = None, chunk_size: int | None = None,
+              window: int | None = None, **sizes: int) -> Chosen:
         """Checks the inputs of a call, chooses its implementation and prepares segments and decays.
 
         Args:
@@ -102,11 +104,12 @@ class Dispatcher(NamedTuple):
             dtype: that of the sums, which decays get.
             heads: queries, keys and values by name.
             others: other arrays, or None, and the letters of their dimensions.
-            causal: as in the call, like the four that follow.
+            causal: as in the call, like the five that follow.
             segment_ids_BT: see ``segments``.
             log_decay_BTH: see ``decay``.
             channel_log_decay_BTHM: see ``channel_decay``.
             chunk_size: None picks the fastest.
+            window: as in the call.
             sizes: by letter, those that are not sizes of heads.
 
         Raises:
@@ -118,7 +121,7 @@ class Dispatcher(NamedTuple):
         per_channel = channel_log_decay_BTHM is not None
         log_decay = channel_log_decay_BTHM if per_channel else log_decay_BTH
         name = self.choose(Call(heads, causal, chunk_size, segment_ids_BT is not None, log_decay is not None,
-                                per_channel), named)
+                                per_channel, window), named)
         runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
         if log_decay is not None:
             log_decay = decay.prepare(log_decay, dtype, None if runs_BT is None else runs_BT < 0)

@@ -1,9 +1,9 @@
 """Rows of an embedding by token, with a gradient that is summed in a fixed order.
 
 The gradient of a row is the sum over all positions of its token. A GPU would add them by atomics, in an order that
-changes from run to run, and XLA's ordered scatter reads and writes all of them a dozen times. Here positions are sorted
-by token. Products with a mask of equal tokens sum each block of positions, another product carries sums from block to
-block, and each row of the embedding reads its own sum.
+changes from run to run, and XLA's ordered scatter reads and writes all of them a dozen times; a TPU adds one row after
+the other. Here positions are sorted by token. Products with a mask of equal tokens sum each block of positions, another
+product carries sums from block to block, and each row of the embedding reads its own sum.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ ROWS = 128
 def embed(tokens_BT: Int[Array, "B T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "B T E"]:
     """``embedding_VE[tokens_BT]``, for tokens from 0 to V − 1."""
     # On several devices the sort would gather the positions of all.
-    if device.platform() == "gpu" and device.count() == 1:
+    if device.platform() != "cpu" and device.count() == 1:
         return _embed(tokens_BT, embedding_VE)
     return jnp.take(embedding_VE, tokens_BT, axis=0)
 

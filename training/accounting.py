@@ -35,11 +35,13 @@ PEAKS = {
     "NVIDIA H100 PCIe": _nvidia(756e12, 2.0e12),
     "NVIDIA A100-SXM4-80GB": _nvidia(312e12, 2.039e12),
     "NVIDIA A100-SXM4-40GB": _nvidia(312e12, 1.555e12),
-    # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm: v4, v5e, v5p and v6e.
+    # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm: v4, v5e, v5p, v6e and TPU7x. A device of the last is
+    # half of a chip.
     "TPU v4": Peak({"bfloat16": 275e12}, 1.2e12),
     "TPU v5 lite": Peak({"bfloat16": 197e12}, 0.819e12),
     "TPU v5": Peak({"bfloat16": 459e12}, 2.765e12),
     "TPU v6 lite": Peak({"bfloat16": 918e12}, 1.64e12),
+    "TPU7x": Peak({"bfloat16": 2307e12 / 2}, 7.38e12 / 2),
 }
 """Peaks by jax's name of the device kind."""
 

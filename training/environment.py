@@ -1,5 +1,6 @@
 """The environment of a run: ``RUN/environment.json``."""
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -115,12 +116,15 @@ def compilation_cache() -> str | None:
 
 
 def configure_jax() -> None:
-    """Configures JAX: CPU features, and the compilation cache in :func:`compilation_cache`.
+    """Configures JAX: CPU features, products on a TPU, and the compilation cache in :func:`compilation_cache`.
 
     Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` sets another folder. If the folder cannot be
     written, there is no cache.
     """
     cpu.configure_process()
+    if importlib.util.find_spec("libtpu") is not None:
+        # A TPU rounds float32 operands to bfloat16 by default: a float32 model would be one in name only.
+        jax.config.update("jax_default_matmul_precision", "highest")
     directory = compilation_cache()
     jax.config.update("jax_compilation_cache_dir", directory)
     if directory is None:

@@ -1,7 +1,8 @@
 """Blocks of tokens whose logits fit in memory.
 
-On a GPU blocks are long, because each block reads and writes the whole gradient of the embedding. The embedding is cast
-to the compute dtype once, and padded to a multiple of what the matrix units take. On a CPU a block has few logits.
+On a GPU or TPU blocks are long, because each block reads and writes the whole gradient of the embedding. The embedding
+is cast to the compute dtype once, and padded to a multiple of what the matrix units take. On a CPU a block has few
+logits.
 """
 
 from typing import NamedTuple
@@ -18,12 +19,12 @@ from .pallas_gpu import softmax_loss
 
 BLOCK_LOGITS = 1 << 24
 """Most logits of a block on a CPU."""
-GPU_TOKENS = 2048
-"""Approximate tokens of a block on a GPU; with GPT-2's vocabulary its logits take 400 MB."""
-GPU_COLUMNS = 128
-"""On a GPU the vocabulary is padded to a multiple of this."""
+BLOCK_TOKENS = 2048
+"""Approximate tokens of a block on a GPU or TPU; with GPT-2's vocabulary its logits take 400 MB."""
+COLUMNS = 128
+"""There the vocabulary is padded to a multiple of this."""
 ROWS = 16
-"""On a GPU the tokens of a block are a multiple of this."""
+"""There the tokens of a block are a multiple of this."""
 
 
 class Blocks(NamedTuple):
@@ -31,7 +32,7 @@ class Blocks(NamedTuple):
 
     x_NE: Array
     embedding_VE: Array
-    """On a GPU padded with rows of zeros."""
+    """On a GPU or TPU padded with rows of zeros."""
     targets_N: Array
     tokens: int
     """Tokens of a block."""
@@ -43,10 +44,10 @@ class Blocks(NamedTuple):
         """Pads the tokens, with unscored targets, and the vocabulary."""
         x_NE, targets_N = x_BTE.reshape(-1, x_BTE.shape[2]), targets_BT.reshape(-1)
         N, V = len(x_NE), len(embedding_VE)
-        if device.platform() == "gpu":
-            tokens = -(-N // -(-N // GPU_TOKENS))  # blocks of one length
+        if device.platform() != "cpu":
+            tokens = -(-N // -(-N // BLOCK_TOKENS))  # blocks of one length
             tokens += -tokens % ROWS
-            embedding_VE = jnp.pad(embedding_VE.astype(x_NE.dtype), ((0, -V % GPU_COLUMNS), (0, 0)))
+            embedding_VE = jnp.pad(embedding_VE.astype(x_NE.dtype), ((0, -V % COLUMNS), (0, 0)))
             # Without the barrier the compiler casts and pads it in every block.
             embedding_VE = lax.optimization_barrier(embedding_VE)
         else:

@@ -49,8 +49,8 @@ _BLOCKS: dict[str, tuple[tuple[str, Any], ...]] = {
     "a token a block": (("kernels.cross_entropy.blocks.BLOCK_LOGITS", 1),),
     "a last block in part": (("kernels.cross_entropy.blocks.BLOCK_LOGITS", 33),),
     "one block": (),
-    "as on a GPU": (("kernels.device.platform", lambda: "gpu"), ("kernels.cross_entropy.blocks.GPU_TOKENS", 5),
-                    ("kernels.cross_entropy.blocks.GPU_COLUMNS", 8), ("kernels.cross_entropy.blocks.ROWS", 2),
+    "as on a GPU": (("kernels.device.platform", lambda: "gpu"), ("kernels.cross_entropy.blocks.BLOCK_TOKENS", 5),
+                    ("kernels.cross_entropy.blocks.COLUMNS", 8), ("kernels.cross_entropy.blocks.ROWS", 2),
                     ("kernels.device.interprets_kernels", lambda: True),
                     ("kernels.cross_entropy.pallas_gpu.COLUMNS", 4)),
 }

@@ -8,7 +8,7 @@ from .. import checks, decay
 from ..context import devices_of, over_windows
 from ..dispatch import Call, Dispatcher, Implementation, hide_padding
 from ..partition import by_batch_and_heads
-from . import cached, cudnn, decode
+from . import cached, cudnn, decode, splash
 from .blockwise import blockwise
 from .reference import cached_reference, materialised
 
@@ -16,6 +16,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "materialised": Implementation(materialised),
     "blockwise": Implementation(blockwise),
     "cudnn": Implementation(cudnn.cudnn, cudnn.refuses),
+    "splash": Implementation(splash.splash, splash.refuses, kernel_of="tpu"),
 }
 """For whole sequences, by name. ``materialised`` is the definition. Each computes
 (q, k, v, runs_BT, causal, window, log_decay_BTH)."""
@@ -25,7 +26,7 @@ CACHED_IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Implementation(decode.softmax_decode, decode.refuses, kernel_of="gpu"),
 }
 """For new tokens to a cache, by name."""
-_DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "blockwise"))
+_DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "splash", "blockwise"))
 _CACHED_DISPATCHER = Dispatcher(CACHED_IMPLEMENTATIONS, lambda call: ("decode", "blockwise"))
 
 
@@ -72,7 +73,7 @@ def softmax_attention(
     chosen = _DISPATCHER.start(
         implementation, jnp.promote_types(jnp.float32, q_BTHD.dtype),
         {"q_BTHD": q_BTHD, "k_BTHD": k_BTHD, "v_BTHD": v_BTHD}, causal=causal, segment_ids_BT=segment_ids_BT,
-        log_decay_BTH=log_decay_BTH)
+        log_decay_BTH=log_decay_BTH, window=window)
 
     def compute(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None,
                 runs_BT: Array | None) -> tuple[Array]:
@@ -86,10 +87,11 @@ def softmax_attention(
     return hide_padding(y_BTHD, chosen.runs_BT)
 
 
-def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False, log_decay: bool = False) -> str:
+def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False, log_decay: bool = False,
+                        window: int | None = None) -> str:
     """The implementation that None stands for in :func:`softmax_attention`, on the device that is traced for."""
     heads = {"q_BTHD": jax.ShapeDtypeStruct((1, 1, 1, head_width), dtype)}
-    return _DISPATCHER.pick(Call(heads, segments=segments, log_decay=log_decay))
+    return _DISPATCHER.pick(Call(heads, segments=segments, log_decay=log_decay, window=window))
 
 
 def cached_attention(

@@ -104,6 +104,12 @@ def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str 
                           ("kernels.softmax_attention.decode.BLOCK_BYTES", bytes_of_16_keys)))
 
 
+def _splash(title: str, T: int, D: int, dtype: str, **options: Any) -> SoftmaxCase:
+    """For JAX's kernel for TPUs, interpreted; its blocks have 128 tokens or more."""
+    return SoftmaxCase(2, T, 2, D, D, dtype=dtype, title=f"TPU, {title}, {dtype}", implementations=("splash",),
+                       tolerance=TOLERANCES[dtype], **options)
+
+
 def _compiled(B: int, S: int, H: int, D: int, dtype: str = "bfloat16") -> CachedCase:
     """Compiled for a GPU, not run."""
     return CachedCase(B, 1, S, H, D, dtype=dtype, used_by=("gpu-check",), gradients=False,
@@ -133,6 +139,11 @@ CASES: tuple[Case, ...] = (
     *(_small(f"{kind} decay", 300, block=160, dtype=dtype, log_decay=kind,
              implementations=("materialised", "blockwise"))
       for kind, dtype in (("mixed", "float32"), ("strong", "float32"), ("mixed", "bfloat16"))),
+    _splash("200 tokens", 200, 64, "float32"),
+    _splash("both directions, padded", 130, 48, "float32", causal=False),
+    _splash("segments", 300, 64, "float32", segments=True, slow=True),
+    _splash("a window", 300, 64, "float32", window=40, slow=True),
+    _splash("300 tokens", 300, 128, "bfloat16", slow=True),
     _cached(1, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="mixed"),
     _cached(13, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="mixed"),
     _cached(40, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="strong"),

@@ -62,4 +62,5 @@ class Attention(SelfAttention):
         return 4 * tokens * pairs * self.heads * self.head_width // context
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
-        return self.config.form or pick_implementation(dtype, self.head_width, segments=segments)
+        return self.config.form or pick_implementation(dtype, self.head_width, segments=segments,
+                                                       window=self.config.window)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax.test_util import check_grads
 
 from kernels import device
@@ -306,3 +307,15 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"log_decay_BHS has shape \(1, 16, 2\); expected \(1, 2, 16\)"):
             cached_attention(jnp.ones((1, 1, 2, 8)), keys, keys, jnp.zeros(1, jnp.int32),
                              log_decay_BHS=jnp.zeros((1, 16, 2)))
+
+
+def test_on_a_tpu_splash_attention_is_picked_for_what_it_supports():
+    device = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        def picked(dtype="bfloat16", width=64, **options):
+            return pick_implementation(jnp.dtype(dtype), width, **options)
+
+        assert picked() == picked("float32", 256) == picked(segments=True) == picked(window=9) == "splash"
+        for options in ({"log_decay": True}, {"window": 9, "segments": True}, {"width": 257}, {"dtype": "float16"}):
+            assert picked(**options) == "blockwise", options
+    assert picked() == "blockwise"

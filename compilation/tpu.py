@@ -1,0 +1,104 @@
+"""Compiling for a TPU on a machine without one.
+
+``libtpu``, which jax's extra ``tpu`` pins, compiles for every generation on a CPU. It is 650 MB and has an environment
+of its own, ``.venv-tpu/VERSION``, which ``scripts/tpu_check.sh`` builds.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from compilation.target import Target, compile_lowered
+from support.errors import BenchmarkError, ConfigError
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "TPU7x:2x2x1"}
+"""Four chips of each generation, as libtpu calls them."""
+HERTZ = 1.5e9
+"""Bundles per second of a v5e, of which other generations differ little."""
+# Without these, libtpu asks the network for its machine, and a second process waits for a lock.
+_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+class Kernel(NamedTuple):
+    """What the compiler made of a Pallas kernel."""
+
+    name: str
+    bundles: int
+    """Instructions of an iteration of its grid, and those around it; each takes a cycle, without waits."""
+    spills: int
+    """Vectors that it stores for lack of registers."""
+
+
+class Tpu(Target):
+    """A TPU that programs are compiled for.
+
+    Args:
+        name: a key of :data:`TOPOLOGIES`.
+        dump: empty folder for the schedules of kernels; None: none are written. libtpu reads it once in a process.
+
+    Raises:
+        ConfigError: there is no such TPU, or no libtpu.
+        BenchmarkError: libtpu does not match jax, or does not know the TPU.
+    """
+
+    def __init__(self, name: str = "v5e", dump: Path | None = None):
+        if name not in TOPOLOGIES:
+            raise ConfigError(f"card is {name}; expected one of {', '.join(TOPOLOGIES)}")
+        if importlib.util.find_spec("libtpu") is None:
+            raise ConfigError("this Python cannot compile for a TPU: it lacks libtpu; `make tpu-check` builds an "
+                              "environment that can")
+        for variable, value in _ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        if dump is not None:
+            os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+        jax.config.update("jax_platforms", "cpu")
+        self.name = name
+        try:
+            self._found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name]).devices
+        except Exception as error:  # of libtpu, in several types
+            raise BenchmarkError(f"libtpu cannot describe a {name}: {str(error).strip().splitlines()[0]}; expected the "
+                                 f"libtpu that jax {jax.__version__} names in its extra tpu") from error
+
+    @property
+    def kind(self) -> str:
+        return self._found[0].device_kind
+
+    def devices(self, number: int) -> Sequence[Any]:
+        return self._found[:number]
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        device = AbstractDevice(device_kind=self.kind, platform="tpu", num_cores=1)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            yield
+
+    def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool | int) -> jax.stages.Compiled:
+        if jax.sharding.get_abstract_mesh().empty:
+            with self.tracing():
+                lowered = traced.lower(lowering_platforms=("tpu",))
+        else:
+            lowered = traced.lower(lowering_platforms=("tpu",))
+        return compile_lowered(lowered, dict(flags))
+
+
+def take_kernels(dump: Path, prefix: str) -> list[Kernel]:
+    """The kernels whose names have a part that begins with ``prefix``, of what was compiled since the last call; the
+    files are deleted."""
+    found = []
+    for path in sorted(dump.iterdir()):
+        if (match := re.search(rf"({prefix}\w*?)_*\.\d+-\d+-final_bundles\.txt$", path.name)) is not None:
+            text = path.read_text()
+            found.append(Kernel(match[1], len(re.findall(r"^\s*0x[0-9a-f]+\s", text, re.MULTILINE)),
+                                len(re.findall(r"\bvst[^;\n]*_spill", text))))
+    for path in dump.iterdir():
+        path.unlink()
+    return found

@@ -1,0 +1,51 @@
+"""What is read of a compilation for a TPU, without libtpu."""
+
+import importlib.util
+
+import pytest
+
+from benchmarks import tpu_check
+from compilation.tpu import Kernel, Tpu, take_kernels
+from support.errors import ConfigError
+
+BUNDLES = """= control target key start
+     0   :  { %s1 = inlined_call_operand.vmem [shape: bf16[1,8]] }
+   0x1   :  { %2 = sst [smem:[#allocation36_spill]] %s5 }
+   0xa LB: > { %v1 = vld [vmem:[%s1]]  ;;  %3 = vst [vmem:[#allocation7_spill] sm:$0xff] %v1 }
+   0xb   : > { %4 = vst [vmem:[%s1]] %v2 ;;  %5 = vst [vmem:[#allocation8_spill] sm:$0xff] %v3 }
+   0x1f2 PF: { %6 = vld [vmem:[#allocation7_spill]] }
+"""
+
+
+def test_bundles_and_spilled_vectors_are_counted_once(tmp_path):
+    (tmp_path / "17957-jvp_linear_attention_forward_.1-72-final_bundles.txt").write_text(BUNDLES)
+    (tmp_path / "17958-transpose_jvp_linear_attention_key_gradient__.1-72-final_bundles.txt").write_text(BUNDLES[:150])
+    for other in ("17957-jvp_linear_attention_forward_.1-71-post-ra.txt", "17-copy.1-66-final_bundles.txt"):
+        (tmp_path / other).write_text(BUNDLES)
+    assert take_kernels(tmp_path, "linear_attention_") == [
+        Kernel("linear_attention_forward", 4, 2), Kernel("linear_attention_key_gradient", 1, 0)]
+    assert take_kernels(tmp_path, "linear_attention_") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Card:
+    name = "v5e"
+
+
+@pytest.mark.parametrize(("case", "spills", "fault"), [
+    (tpu_check.GPT2, 64, ""), (tpu_check.GPT2, 65, "spills 65 vectors, more than 64"), (tpu_check.CASES[3], 500, "")])
+def test_more_spills_than_before_are_a_fault(case, spills, fault):
+    row = tpu_check.kernel_row(_Card(), case, Kernel("linear_attention_forward", 1_500, spills))  # pyright: ignore[reportArgumentType]
+    assert row["fault"] == fault
+    # 1,500 bundles in each of 6 × 64 programs, at 1.5 GHz.
+    assert row["milliseconds"] == (pytest.approx(0.384) if case is tpu_check.GPT2 else None)
+
+
+def test_a_card_or_a_compiler_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="card is v9; expected one of v4, v5e, v5p, v6e, tpu7x"):
+        Tpu("v9")
+    with pytest.raises(ConfigError, match="it lacks libtpu; `make tpu-check` builds an environment that can"):
+        Tpu("v5e")
+    assert tpu_check.main(["--cards", "v5e,v9"]) == 2
+    assert "--cards has v9; expected some of v4, v5e" in capsys.readouterr().err
