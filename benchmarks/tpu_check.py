@@ -1,13 +1,14 @@
 """Compiles the TPU kernels and training steps for five generations of TPUs, on a machine without one.
 
     make tpu-check
-    .venv-tpu/VERSION/bin/python -m benchmarks.tpu_check --cards v5e --steps
+    .venv-tpu/VERSION/bin/python -m benchmarks.tpu_check attention --cards v5e
 
 Prints the bundles of each kernel (instructions of a program of its grid, of which each takes a cycle) and its spilled
-vectors, for GPT-2's shape also the time of all bundles; with --steps the memory of training steps and of a token of
-GPT-2 124M. The check fails if something does not compile, if a kernel in bfloat16 without decay and segments spills
-more vectors than before, or if a program does not fit into the memory of its card. A kernel that waits for memory takes
-longer than its bundles.
+vectors, for GPT-2's shape also the time of all bundles; as ``attention``, the cycles that the compiler estimates for
+XLA's forms of linear attention, and for what is around the kernels; as ``steps``, the memory of training steps and of a
+token of GPT-2 124M, which compile for minutes each. The check fails if something does not compile, if a kernel in
+bfloat16 without decay and segments spills more vectors than before, or if a program does not fit into the memory of its
+card. A kernel that waits for memory takes longer than its bundles.
 """
 
 import functools
@@ -16,13 +17,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import tyro
 
 from benchmarks import report
 from benchmarks.gpu_check import RECIPE, VOCABULARY, trace_op
-from compilation.tpu import HERTZ, TOPOLOGIES, Kernel, Tpu, take_kernels
+from compilation.tpu import HERTZ, TOPOLOGIES, Kernel, Tpu, cycles_of, take_kernels
 from configs.schema import load_recipe
 from kernels.linear_attention.cases import LinearAttentionCase
 from models.gpt import resolve_config
@@ -50,12 +52,12 @@ CASES = (GPT2, _case(1024, 2, 64, normalize=False), _case(1024, 2, 64, segments=
 
 @dataclass(kw_only=True)
 class Options(report.Options):
+    what: tyro.conf.Positional[Literal["kernels", "attention", "steps"]] = "kernels"
+    """What is compiled."""
     cards: tuple[str, ...] = tuple(TOPOLOGIES)
     """Generations."""
     only: str = ""
     """Compile only what has this in its name."""
-    steps: bool = False
-    """Compile also training steps and a token of GPT-2 124M, for minutes each."""
 
 
 def kernel_row(tpu: Tpu, case: LinearAttentionCase, kernel: Kernel) -> dict[str, Any]:
@@ -67,6 +69,13 @@ def kernel_row(tpu: Tpu, case: LinearAttentionCase, kernel: Kernel) -> dict[str,
             "milliseconds": kernel.bundles * programs / HERTZ * 1e3 if case is GPT2 else None,
             "fault": f"spills {kernel.spills} vectors, more than {MOST_SPILLS[tpu.name]}" if (
                 is_bounded and kernel.spills > MOST_SPILLS[tpu.name]) else ""}
+
+
+def attention_row(tpu: Tpu, implementation: str, chunk_size: int | None) -> dict[str, Any]:
+    """The row of both passes of an implementation at GPT-2's shape."""
+    program = tpu.compile(trace_op(tpu, replace(GPT2, chunk_size=chunk_size), implementation)).as_text() or ""
+    name = implementation if chunk_size is None else f"{implementation}, chunks of {chunk_size}"
+    return {"card": tpu.name, "call": name, "milliseconds": cycles_of(program) / HERTZ * 1e3, "fault": ""}
 
 
 def programs(tpu: Tpu) -> Iterator[tuple[str, Callable[[], jax.stages.Traced]]]:
@@ -89,37 +98,48 @@ def program_row(tpu: Tpu, name: str, trace: Callable[[], jax.stages.Traced]) -> 
             "fault": f"needs {most:.1f} GiB, more than {GIBIBYTES[tpu.name]}" if most > GIBIBYTES[tpu.name] else ""}
 
 
+def work(tpu: Tpu, what: str, dump: Path) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
+    """What is compiled: its name, and a function that compiles it and returns the rows."""
+    def kernel_rows(case: LinearAttentionCase) -> list[dict[str, Any]]:
+        tpu.compile(trace_op(tpu, case, "pallas_tpu"))
+        return [kernel_row(tpu, case, kernel) for kernel in take_kernels(dump, "linear_attention_")]
+
+    if what == "kernels":
+        yield from ((case.sizes, functools.partial(kernel_rows, case)) for case in CASES)
+    elif what == "attention":
+        for call in (*(("chunked", size) for size in (64, 128, 256)), ("pallas_tpu", None)):
+            yield f"{call[0]} {call[1] or ''}", lambda call=call: [attention_row(tpu, *call)]
+    else:
+        for name, trace in programs(tpu):
+            yield name, lambda name=name, trace=trace: [program_row(tpu, name, trace)]
+
+
 @functools.partial(
     report.Benchmark, module="benchmarks.tpu_check", options=Options, tables={
         "kernels": report.columns(
             ("card", "card", ""), ("call", "call", ""), ("kernel", "kernel", ""), ("bundles", "bundles", ","),
             ("spilled vectors", "spills", ","), ("ms of bundles", "milliseconds", ".2f"),
             ("", lambda row: row["fault"] or "ok", "")),
-        "programs": report.columns(("card", "card", ""), ("program", "call", ""), ("GiB", "gibibytes", ".1f"),
-                                   ("", lambda row: row["fault"] or "ok", ""), title="Memory")})
+        "attention": report.columns(
+            ("card", "card", ""), (f"forward and backward, {GPT2.sizes}", "call", ""),
+            ("ms of XLA's cycles, without kernels", "milliseconds", ".2f")),
+        "steps": report.columns(("card", "card", ""), ("program", "call", ""), ("GiB", "gibibytes", ".1f"),
+                                   ("", lambda row: row["fault"] or "ok", ""))})
 def main(options: Options, results: report.Results) -> None:
     if unknown := [name for name in options.cards if name not in TOPOLOGIES]:
         raise ConfigError(f"--cards has {unknown[0]}; expected some of {', '.join(TOPOLOGIES)}")
     failures, rows = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for tpu in [Tpu(name, Path(folder)) for name in options.cards]:
-            work: list[tuple[str, Callable[[], Any]]] = [
-                (case.sizes, functools.partial(trace_op, tpu, case, "pallas_tpu")) for case in CASES]
-            by_name = {case.sizes: case for case in CASES}
-            for name, trace in (*work, *(programs(tpu) if options.steps else ())):
+        # Without the texts of whole programs, which take longer than to compile them.
+        dump = Path(folder) if options.what == "kernels" else None
+        for tpu in [Tpu(name, dump) for name in options.cards]:
+            for name, make_rows in work(tpu, options.what, Path(folder)):
                 if options.only not in name:
                     continue
                 status(f"jax {jax.__version__}: {tpu.name}, {name} …")
                 try:
-                    if name in by_name:
-                        tpu.compile(trace())
-                        rows = [kernel_row(tpu, by_name[name], kernel)
-                                for kernel in take_kernels(Path(folder), "linear_attention_")]
-                        results.add(*rows, table="kernels")
-                    else:
-                        rows = [program_row(tpu, name, trace)]
-                        take_kernels(Path(folder), "")
-                        results.add(*rows, table="programs")
+                    rows = make_rows()
+                    results.add(*rows, table=options.what)
                 except BenchmarkError as error:
                     rows = [{"fault": f"cannot be compiled: {error}"}]
                 failures += [f"{tpu.name}, {name}: {row['fault']}" for row in rows if row["fault"]]

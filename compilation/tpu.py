@@ -102,3 +102,22 @@ def take_kernels(dump: Path, prefix: str) -> list[Kernel]:
     for path in dump.iterdir():
         path.unlink()
     return found
+
+
+def cycles_of(program: str) -> int:
+    """The compiler's cycles of an optimised program, of loops times their trips; without those of Pallas kernels, which
+    it does not estimate."""
+    cycles: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    loops: dict[str, str] = {}
+    name = ""
+    for line in program.splitlines():
+        if (head := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)) is not None:
+            name = head[1]
+        elif (estimate := re.search(r'"estimated_cycles":"(\d+)"', line)) is not None:
+            cycles[name] = cycles.get(name, 0) + int(estimate[1])
+        if (limit := re.search(r" constant\((\d+)\)", line)) is not None:
+            limits[name] = max(limits.get(name, 0), int(limit[1]))
+        if (loop := re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
+            loops[loop[2]] = loop[1]
+    return sum(count * (limits.get(loops[name], 1) if name in loops else 1) for name, count in cycles.items())

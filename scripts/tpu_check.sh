@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds .venv-tpu/VERSION for the version of jax of requirements.lock, with libtpu, which compiles for a TPU on a machine
 # without one, and runs the check in it. The table is in .venv-tpu/VERSION/report.txt. The arguments are those of
-# `python -m benchmarks.tpu_check`.
+# `python -m benchmarks.tpu_check`, such as `steps`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p .venv-tpu

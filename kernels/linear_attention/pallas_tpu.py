@@ -297,6 +297,17 @@ class _Chunk:
     def scaled(self, x_CL: Array, scale: Array | float) -> Array:
         return x_CL if isinstance(scale, float) else (x_CL * scale).astype(x_CL.dtype)
 
+    def spread(self, x_C1: Array, p: int) -> Array:
+        """A scalar of each token in the lanes of head p, and zeros in others."""
+        return self.of_head(jnp.broadcast_to(x_C1, (self.C, self.L)), p)
+
+    def add_to(self, sums: Sums) -> None:
+        """S and z behind the chunk."""
+        writes = self.scaled(self.k, self.in_lanes(self.x.writes))
+        kept_s, kept_z = self.kept(sums)
+        sums.s[...] = kept_s + self.on_diagonal(self.product(writes, self.v, (0, 0)))
+        sums.z[...] = kept_z + jnp.sum(writes.astype(jnp.float32), axis=0, keepdims=True)
+
     def kept(self, sums: Sums) -> tuple[Array, Array]:
         """f S and f z."""
         keeps = 1.0 if self.x.keeps is None else self.x.keeps[0, 0, 0]
@@ -334,12 +345,9 @@ def output_kernel(P: int, x: Tokens, first: Sums, y: Any, denominator: Any, last
             d = (jnp.sum(scores, axis=1, keepdims=True)
                  + chunk.column(x.reads, p) * jnp.sum(chunk.of_head(read, p), axis=1, keepdims=True))
             denominator[0, 0, :, p : p + 1] = d
-            divisor += chunk.of_head(jnp.broadcast_to(d, divisor.shape), p)
+            divisor += chunk.spread(d, p)
     y[0] = (numerator if denominator is None else numerator / (divisor + EPSILON)).astype(y.dtype)
-    writes = chunk.scaled(chunk.k, chunk.in_lanes(x.writes))
-    kept_s, kept_z = chunk.kept(sums)
-    sums.s[...] = kept_s + chunk.on_diagonal(chunk.product(writes, chunk.v, (0, 0)))
-    sums.z[...] = kept_z + jnp.sum(writes.astype(jnp.float32), axis=0, keepdims=True)
+    chunk.add_to(sums)
     _finish(sums, last)
 
 
@@ -370,10 +378,10 @@ def query_gradient_kernel(P: int, x: Tokens, first: Sums, out: Gradients, sums: 
         for p in range(P):
             r = chunk.column(x.r, p)
             e = -r * jnp.sum(chunk.of_head(q * N, p), axis=1, keepdims=True)
-            e_lanes += chunk.of_head(jnp.broadcast_to(e, N.shape), p)
+            e_lanes += chunk.spread(e, p)
             if pairs:
                 e = -r * (pairs[p] + jnp.sum(chunk.of_head(q * from_state, p), axis=1, keepdims=True))
-                exact_lanes += chunk.of_head(jnp.broadcast_to(e, N.shape), p)
+                exact_lanes += chunk.spread(e, p)
             out.e[0, 0, :, p : p + 1] = e
         N += e_lanes * keys
         from_state += exact_lanes * from_total
@@ -383,10 +391,7 @@ def query_gradient_kernel(P: int, x: Tokens, first: Sums, out: Gradients, sums: 
             out.reads[0, 0, :, p : p + 1] = jnp.sum(chunk.of_head(q * from_state, p), axis=1, keepdims=True)
         out.states.s[0, 0, 0] = S
         out.states.z[0, 0, 0] = z
-    writes = chunk.scaled(chunk.k, chunk.in_lanes(x.writes))
-    kept_s, kept_z = chunk.kept(sums)
-    sums.s[...] = kept_s + chunk.on_diagonal(chunk.product(writes, chunk.v, (0, 0)))
-    sums.z[...] = kept_z + jnp.sum(writes.astype(jnp.float32), axis=0, keepdims=True)
+    chunk.add_to(sums)
 
 
 def key_gradient_kernel(P: int, x: Tokens, first: Sums, out: Gradients, last: Sums, sums: Sums) -> None:

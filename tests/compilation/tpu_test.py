@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from benchmarks import tpu_check
-from compilation.tpu import Kernel, Tpu, take_kernels
+from compilation.tpu import Kernel, Tpu, cycles_of, take_kernels
 from support.errors import ConfigError
 
 BUNDLES = """= control target key start
@@ -26,6 +26,28 @@ def test_bundles_and_spilled_vectors_are_counted_once(tmp_path):
         Kernel("linear_attention_forward", 4, 2), Kernel("linear_attention_key_gradient", 1, 0)]
     assert take_kernels(tmp_path, "linear_attention_") == []
     assert list(tmp_path.iterdir()) == []
+
+
+PROGRAM = """HloModule jit
+%body.1 (x: s32[]) -> s32[] {
+  %a = s32[] add(%x, %x), backend_config={"window_config":{},"estimated_cycles":"100"}
+}
+
+%condition.1 (x: s32[]) -> pred[] {
+  %one = s32[] constant(1)
+  %trips = s32[]{:T(128)} constant(64)
+}
+
+ENTRY %main.3 (x: s32[]) -> s32[] {
+  %c = s32[] constant(5000)
+  %w = s32[] while(%x), condition=%condition.1, body=%body.1
+  ROOT %m = s32[] multiply(%w, %w), backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_cycles_of_a_loop_count_once_for_each_trip():
+    assert cycles_of(PROGRAM) == 64 * 100 + 7
 
 
 class _Card:
