@@ -30,7 +30,8 @@ def gradients(implementation, normalize, segments):
     return jax.jit(jax.grad(loss, (0, 1, 2, 3)))
 
 found = []
-for implementation, normalize, segments in (("pallas_gpu_serial", True, False), ("pallas_gpu_parallel", False, True)):
+for implementation, normalize, segments in (("pallas_gpu_serial", True, False), ("pallas_gpu_parallel", False, True),
+                                           ("pallas_tpu", True, True)):
     with jax.set_mesh(mesh):
         compiled = gradients(implementation, normalize, segments).lower(*arguments).compile()
         actual = jax.tree.leaves(compiled(*arguments))
