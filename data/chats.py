@@ -38,7 +38,7 @@ def chat_text(value: list[dict[str, Any]], template: str | None = None) -> str:
     """
     import jinja2
 
-    messages = [message | {"content": message["content"] or ""} if "role" in message else
+    messages = [message | {"content": message["content"] or ""} if message.keys() >= {"role", "content"} else
                 {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"] or ""}
                 for message in value]
     try:

@@ -14,6 +14,7 @@ def test_the_default_template_and_the_other_names_of_fields():
     assert chats.chat_text(CHAT) == "<|system|>\nBe brief.\n<|user|>\nTwo\nlines?\n<|assistant|>\n\n"
     renamed = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "system", "value": "c"}]
     assert chats.chat_text(renamed) == "<|user|>\na\n<|assistant|>\nb\n<|system|>\nc\n"
+    assert chats.chat_text([{"role": "x", "from": "human", "value": "a"}]) == "<|user|>\na\n"
 
 
 def test_a_published_kind_of_template():
