@@ -72,7 +72,7 @@ lint: $(venv)  ## ruff, import-linter and pyright
 gpu-check:  ## compile kernels and training steps for an H200, without one: 5 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
-tpu-check:  ## compile kernels for five generations of TPUs, without one: 5 minutes on 2 cores, 1 GB of disk
+tpu-check:  ## compile kernels for five generations of TPUs, without one: 8 minutes of CPU time, 1.4 GB of disk
 	@bash scripts/tpu_check.sh
 
 pages := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md benchmarks data docs lra speech studies

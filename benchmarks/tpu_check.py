@@ -4,11 +4,12 @@
     .venv-tpu/VERSION/bin/python -m benchmarks.tpu_check attention --cards v5e
 
 Prints the bundles of each kernel (instructions of a program of its grid, of which each takes a cycle) and its spilled
-vectors, for GPT-2's shape also the time of all bundles; as ``attention``, the cycles that the compiler estimates for
-XLA's forms of linear attention, and for what is around the kernels; as ``steps``, the memory of training steps and of a
-token of GPT-2 124M, which compile for minutes each. The check fails if something does not compile, if a kernel in
-bfloat16 without decay and segments spills more vectors than before, or if a program does not fit into the memory of its
-card. A kernel that waits for memory takes longer than its bundles.
+vectors, for GPT-2's shape also the time of all bundles at 1.5 GHz, the clock of a v5e. As ``attention``, it prints the
+cycles that the compiler estimates for XLA's forms of linear attention, and for what is around the kernels. As
+``steps``, it prints the memory of training steps and of a token of GPT-2 124M, which compile for minutes each. The
+check fails if something does not compile, if a kernel in bfloat16 without decay and segments spills more vectors than
+before, or if a program does not fit into the memory of its card. A kernel that waits for memory takes longer than its
+bundles.
 """
 
 import functools

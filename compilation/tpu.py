@@ -22,7 +22,7 @@ from support.errors import BenchmarkError, ConfigError
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "TPU7x:2x2x1"}
 """Four chips of each generation, as libtpu calls them."""
 HERTZ = 1.5e9
-"""Bundles per second of a v5e, of which other generations differ little."""
+"""Bundles per second at the clock of a v5e; other generations have other clocks."""
 # Without these, libtpu asks the network for its machine, and a second process waits for a lock.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
                 "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

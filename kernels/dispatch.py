@@ -72,7 +72,7 @@ class Dispatcher(NamedTuple):
         *faster, plain = self.fastest(call)
         for name in faster:
             form = self.implementations[name]
-            is_here = {None: True, "gpu": has_kernel(), "tpu": device.platform() == "tpu"}[form.kernel_of]
+            is_here = has_kernel() if form.kernel_of == "gpu" else form.kernel_of in (None, device.platform())
             if is_here and form.refusal(call) is None:
                 return name
         return plain

@@ -577,6 +577,6 @@ def _decay_gradient(lay: _Layout, reads_BGTP: Array, of_k: Gradients) -> Array:
     inside, reads, writes = (x.reshape(lay.B, lay.G, lay.N, lay.C, lay.P) for x in (
         of_k.inside, reads_BGTP, of_k.writes))
     keeps = of_k.keeps.reshape(lay.B, lay.G, lay.N, 1, lay.P, lay.W).sum(axis=5)
-    before = jnp.cumsum(writes, axis=3) - writes
+    before = jnp.cumsum(jnp.pad(writes[:, :, :, :-1], [(0, 0)] * 3 + [(1, 0), (0, 0)]), axis=3)
     total = inside + lax.cumsum(reads, axis=3, reverse=True) + before + keeps
     return lay.of_heads(total.reshape(lay.B, lay.G, -1, lay.P))
