@@ -619,10 +619,10 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
     more = planned(*runs)[15:]
     assert [run.name for run in more] == [
         f"mnist-{arm}-{rate}-seed-{seed}" for seed in (1, 2) for arm, rate in (
-            ("softmax", 0.003), ("linear", 0.003), ("gated", 0.003), ("kda", 0.01), ("hybrid-kda", 0.003))]
+            ("softmax", 0.003), ("chunked", 0.003), ("gated", 0.003), ("kda", 0.01), ("hybrid-kda", 0.003))]
     test = study.figures(runs)[-1]
     assert {row[0]: row[4] for row in test.rows} == {
-        "softmax": "1.1000", "linear": "1.1000", "gated": "1.1000", "kda": "1.0000", "hybrid-kda": "1.1000"}
+        "softmax": "1.1000", "chunked": "1.1000", "gated": "1.1000", "kda": "1.0000", "hybrid-kda": "1.1000"}
     assert {point.x for line in test.lines for point in line.points} == {"MNIST"}
     (tmp_path / "mnist" / "meta.json").write_text("{}")
     assert study.runs(True, data_dir=str(tmp_path / "mnist"))[0].fields["data.dir"] == str(tmp_path / "mnist")
