@@ -3,7 +3,7 @@
 import functools
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -104,6 +104,18 @@ def read_launches(text: str) -> dict[str, tuple[int, int]]:
     return launches
 
 
+def mosaic_launches(sources: Mapping[Path, str]) -> dict[str, tuple[int, int]]:
+    """The same of Mosaic's kernels, each of which has a file of its own, beside a file of the resources it needs."""
+    launches = {}
+    for path, source in sources.items():
+        resources = path.with_suffix(".resources.txt")
+        if resources.exists():
+            (threads,), (shared,) = (re.findall(pattern, text) for pattern, text in (
+                (r"\.maxntid (\d+)", source), (r"smem_scratch_bytes=(\d+)", resources.read_text())))
+            launches |= dict.fromkeys(ENTRY.findall(source), (int(threads), int(shared)))
+    return launches
+
+
 def count_launches(text: str) -> int:
     """Kernels, copies and library calls in XLA's list of launches; those in a loop count once."""
     return sum(kind not in CONTROL for kind in re.findall(r"^\s*\d+: (k\w+)", text, re.MULTILINE))
@@ -116,8 +128,8 @@ def inspect(dump: Path, architecture: str) -> MachineCode:
         BenchmarkError: there is no kernel, or the assembler refuses one.
     """
     listed = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
-    launches = read_launches(listed)
     sources = read_sources(dump)
+    launches = read_launches(listed) | mosaic_launches(sources)
     source = "\n".join(sources.values())
     overwriting, kernels = find_overwriting(source), []
     for kernel in read_assembler(assemble([path for path, text in sources.items() if any(

@@ -6,10 +6,11 @@ and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environment
 
 import functools
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,14 @@ class Target:
         Raises:
             BenchmarkError: it cannot be compiled, such as a kernel with too much shared memory.
         """
-        if jax.sharding.get_abstract_mesh().empty:
-            with self.tracing():
-                lowered = traced.lower()
-        else:
-            lowered = traced.lower()
         options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **flags}
-        if dump is not None:
-            options |= dump_options(dump)
-        return compile_lowered(lowered, options)
+        with ExitStack() as context:
+            if jax.sharding.get_abstract_mesh().empty:
+                context.enter_context(self.tracing())
+            if dump is not None:
+                context.enter_context(_dumping_mosaic(dump))
+                options |= dump_options(dump)
+            return compile_lowered(traced.lower(), options)
 
     @cached_property
     def _sharding(self) -> SingleDeviceSharding:
@@ -138,6 +138,23 @@ def dump_options(folder: Path) -> dict[str, Any]:
     """XLA's options for the assembly and the lists of launches of a program, in an empty folder."""
     # An expression that names no pass keeps the many texts of the passes out of the folder.
     return {"xla_dump_to": str(folder), "xla_dump_emitter_re": "^(ptx|asm).*"}
+
+
+@contextmanager
+def _dumping_mosaic(folder: Path) -> Iterator[None]:
+    """Context in which Mosaic, to which XLA's options do not apply, writes the assembly of its kernels to a folder.
+
+    It also tries to write their machine code, and says so where ``nvdisasm`` is missing.
+    """
+    before = os.environ.get("MOSAIC_GPU_DUMP_TO")
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        else:
+            os.environ["MOSAIC_GPU_DUMP_TO"] = before
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:

@@ -36,14 +36,20 @@ class Implementation(NamedTuple):
     compute: Callable[..., Any]
     refuses: Callable[[Call], str | None] = lambda call: None
     """Why it does not support a call; None if it does."""
-    kernel_of: Literal["gpu", "tpu"] | None = None
-    """The device of its kernels, if it consists of them. On other devices these are interpreted, for tests."""
+    backend: Literal["triton", "mosaic_gpu", "mosaic_tpu"] | None = None
+    """What lowers its Pallas kernels, if it consists of them. On other devices these are interpreted, for tests."""
     with_channels: Callable[..., Any] | None = None
     """Computes calls with ``channel_log_decay_BTHM``, in place of ``compute``; None: it does not support them."""
 
+    def is_here(self) -> bool:
+        """Whether it may be picked on the device that is traced for."""
+        if self.backend == "triton":
+            return has_kernel()
+        return self.backend is None or (self.backend == "mosaic_tpu" and device.platform() == "tpu")
+
     def refusal(self, call: Call) -> str | None:
         """Why it cannot compute a call; None if it can."""
-        if self.kernel_of == "gpu" and triton.MISSING is not None:
+        if self.backend == "triton" and triton.MISSING is not None:
             return triton.MISSING
         if call.channel_decay and self.with_channels is None:
             return "it does not support channel_log_decay_BTHM"
@@ -72,8 +78,7 @@ class Dispatcher(NamedTuple):
         *faster, plain = self.fastest(call)
         for name in faster:
             form = self.implementations[name]
-            is_here = has_kernel() if form.kernel_of == "gpu" else form.kernel_of in (None, device.platform())
-            if is_here and form.refusal(call) is None:
+            if form.is_here() and form.refusal(call) is None:
                 return name
         return plain
 

@@ -21,9 +21,9 @@ NARROW_CHUNK = 32
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(recurrent, with_channels=recurrent),
     "recurrent": Implementation(recurrent, with_channels=recurrent),
-    "decode": Implementation(decode.decode, decode.refuses, kernel_of="gpu"),
+    "decode": Implementation(decode.decode, decode.refuses, backend="triton"),
     "chunked": Implementation(chunked, with_channels=channels.chunked),
-    "pallas_gpu": Implementation(pallas_gpu.pallas_gpu, pallas_gpu.refuses, kernel_of="gpu"),
+    "pallas_gpu": Implementation(pallas_gpu.pallas_gpu, pallas_gpu.refuses, backend="triton"),
 }
 """Every implementation by name. ``reference`` and ``recurrent`` are the same function: the definition. Each computes
 (q, k, v, β, state, runs_BT, *, log_decay_BTH), ``chunked`` with a ``chunk_size``, and ``with_channels`` with

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from ..context import over_context
 from ..dispatch import Call, Dispatcher, Implementation
 from ..state import EPSILON, State, StateUpdate, arrays_of, final_state, sum_dtype, zero_state
-from . import channels, decode, pallas_gpu, pallas_tpu
+from . import channels, decode, mosaic_gpu, pallas_gpu, pallas_tpu
 from .blockwise import blockwise
 from .chunk_size import pick_chunk_sizes
 from .chunked import chunked
@@ -30,7 +30,7 @@ def _refuses_no_mask(call: Call) -> str | None:
 
 def _kernel(schedule: Literal["serial", "parallel"] | None = None) -> Implementation:
     return Implementation(functools.partial(pallas_gpu.pallas_gpu, schedule=schedule), pallas_gpu.refuses,
-                          kernel_of="gpu")
+                          backend="triton")
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -40,12 +40,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "blockwise": Implementation(blockwise, _refuses_decay_of_the_future),
     "cumsum": Implementation(cumsum, _refuses_no_mask),
     "recurrent": Implementation(recurrent, _refuses_no_mask, with_channels=recurrent),
-    "decode": Implementation(decode.decode, decode.refuses, kernel_of="gpu"),
+    "decode": Implementation(decode.decode, decode.refuses, backend="triton"),
     "chunked": Implementation(chunked, _refuses_decay_of_the_future, with_channels=channels.chunked),
     "pallas_gpu": _kernel(),
     "pallas_gpu_serial": _kernel("serial"),
     "pallas_gpu_parallel": _kernel("parallel"),
-    "pallas_tpu": Implementation(pallas_tpu.pallas_tpu, pallas_tpu.refuses, kernel_of="tpu"),
+    "pallas_tpu": Implementation(pallas_tpu.pallas_tpu, pallas_tpu.refuses, backend="mosaic_tpu"),
+    "mosaic_gpu": Implementation(mosaic_gpu.mosaic_gpu, mosaic_gpu.refuses, backend="mosaic_gpu"),
 }
 """Every implementation by name. ``reference`` and ``parallel`` are the same function: the definition. Each computes
 (q, k, v, state, runs_BT, *, causal, normalize, log_decay_BTH), with ``chunk_sizes`` if it has chunks, and

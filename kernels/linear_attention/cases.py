@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..cases import Arrays, AttentionCase, Case, LogDecay, TimedAttention, TimedForm, state_shapes
-from . import pallas_tpu, tuning
+from . import mosaic_gpu, pallas_tpu, tuning
 from .api import State, linear_attention, pick_implementation
 from .chunk_size import pick_chunk_sizes
 
@@ -192,6 +192,23 @@ _TPU = (
 )
 
 
+def _mosaic(title: str, T: int, M: int, D: int, **options: Any) -> LinearAttentionCase:
+    """For the Mosaic kernel, in an interpreter that looks for races."""
+    return LinearAttentionCase(
+        2, T, 2, M, D, dtype="bfloat16", title=f"Mosaic, {title}", plain="chunked", implementations=("mosaic_gpu",),
+        gpu_kernels=("linear_attention_mosaic",), tolerance=KERNEL_TOLERANCES["bfloat16"], **options)
+
+
+# One chunk, more chunks than buffers, and a tile of the values or two.
+_MOSAIC = (
+    _mosaic("1 token", 1, 64, 64),
+    _mosaic("200 tokens", 200, 64, 64),
+    _mosaic("200 tokens, wide, not normalised", 200, 128, 128, normalize=False, state=False),
+    _mosaic("130 tokens, wide features", 130, 128, 64, slow=True),
+    _mosaic("130 tokens, wide values", 130, 64, 128, slow=True),
+)
+
+
 def _decode(B: int, H: int, M: int, D: int, dtype: str, title: str = "", **options: Any) -> LinearAttentionCase:
     """The GPU kernel of one token in interpret mode."""
     # Sums in float32; y is rounded to the dtype of the values.
@@ -253,6 +270,8 @@ _COMPILED = (
     _compiled(1, 4096, 12, 64, 64, "float32", log_decay="mixed"),
     _compiled(1, 4096, 4, 64, 64, "float32", log_decay="mixed", segments=True),
     _compiled(1, 4096, 12, 64, 64, log_decay="mixed", normalize=False, segments=True),
+    *(replace(_compiled(1, 8192, 12, width, width, "bfloat16", "mosaic_gpu", normalize=width == 64),
+              gpu_kernels=("linear_attention_mosaic",)) for width in mosaic_gpu.WIDTHS),
     replace(_compiled(1, 1, 12, 64, 64, log_decay="mixed"), gpu_kernels=("recurrent_step",)),
     replace(_compiled(1, 4096, 12, 64, 64, "bfloat16", "chunked"), gpu_kernels=()),
     replace(_compiled(1, 4096, 12, 64, 64, log_decay="mixed", channels=True, segments=True), gpu_kernels=()),
@@ -312,7 +331,7 @@ def _tuned(B: int, T: int, H: int, width: int) -> LinearAttentionCase:
 _TUNED = (_tuned(1, 2048, 12, 64), _tuned(8, 1024, 8, 64), _tuned(1, 16_384, 12, 64), _tuned(4, 2048, 16, 128),
           _tuned(2, 16_384, 16, 128))
 
-CASES: tuple[Case, ...] = (*_PLAIN, *_CHANNELS, *_KERNEL, *_TPU, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
+CASES: tuple[Case, ...] = (*_PLAIN, *_CHANNELS, *_KERNEL, *_TPU, *_MOSAIC, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
 
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:

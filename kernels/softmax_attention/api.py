@@ -16,14 +16,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "materialised": Implementation(materialised),
     "blockwise": Implementation(blockwise),
     "cudnn": Implementation(cudnn.cudnn, cudnn.refuses),
-    "splash": Implementation(splash.splash, splash.refuses, kernel_of="tpu"),
+    "splash": Implementation(splash.splash, splash.refuses, backend="mosaic_tpu"),
 }
 """For whole sequences, by name. ``materialised`` is the definition. Each computes
 (q, k, v, runs_BT, causal, window, log_decay_BTH)."""
 CACHED_IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(cached_reference),
     "blockwise": Implementation(cached.cached_blockwise),
-    "decode": Implementation(decode.softmax_decode, decode.refuses, kernel_of="gpu"),
+    "decode": Implementation(decode.softmax_decode, decode.refuses, backend="triton"),
 }
 """For new tokens to a cache, by name."""
 _DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "splash", "blockwise"))

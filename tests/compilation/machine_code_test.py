@@ -8,6 +8,7 @@ from compilation.machine_code import (
     count_launches,
     find_atomics,
     find_overwriting,
+    mosaic_launches,
     overwrites_operands,
     read_assembler,
     read_launches,
@@ -42,6 +43,14 @@ def test_an_assembler_that_says_nothing_is_no_clean_kernel():
 def test_reads_threads_and_shared_memory_of_launches():
     launches = read_launches(LAUNCHES)
     assert launches == {"loop_pad_fusion_3": (128, 0), "linear_attention_dq": (256, 118784)}
+
+
+def test_reads_threads_and_shared_memory_of_mosaic_kernels(tmp_path):
+    kernel = ".visible .entry linear_attention_mosaic_mosaic_gpu_kernel(\n)\n.maxntid 128, 1, 1\n{"
+    (tmp_path / "linear_attention_mosaic_0.resources.txt").write_text(
+        "Resources(smem_scratch_bytes=75776, tmem_scratch_cols=0)")
+    sources = {tmp_path / "linear_attention_mosaic_0.ptx": kernel, tmp_path / "module.ptx": CLEAN}
+    assert mosaic_launches(sources) == {"linear_attention_mosaic_mosaic_gpu_kernel": (128, 75776)}
 
 
 def test_counts_kernels_and_copies_and_not_the_loop_around_them():

@@ -4,6 +4,7 @@ That every form is the reference is tested for all ops by ``op_contract_test.py`
 """
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels import cases
-from kernels.linear_attention import EPSILON, State, linear_attention, pick_implementation
+from kernels import cases, device
+from kernels.dispatch import Call
+from kernels.gpu import triton
+from kernels.linear_attention import EPSILON, State, linear_attention, mosaic_gpu, pick_implementation
 from kernels.linear_attention.cases import CASES, PLAIN_FORMS, PLAIN_TOLERANCES, UNMASKED_FORMS, LinearAttentionCase
 
 B = 3
@@ -321,6 +324,35 @@ def test_what_the_kernels_of_a_tpu_refuse(options, message):
     x = jnp.ones((1, 8, 2, 4), options.pop("dtype", "float32"))
     with pytest.raises(NotImplementedError, match=message):
         linear_attention(x, x, x, implementation="pallas_tpu", **options)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"chunk_size": 128}, "implementation='mosaic_gpu': chunk_size=128; it supports 64"),
+    ({"causal": False}, "it supports only causal=True; for causal=False choose implementation='chunked'"),
+    ({"segment_ids_BT": jnp.zeros((1, 8), int)}, "it does not support segment_ids_BT"),
+    ({"log_decay_BTH": jnp.zeros((1, 8, 2))}, "it does not support log_decay_BTH"),
+    ({"dtype": "float32"}, "q_BTHM is float32; it supports bfloat16"),
+    ({"width": 32}, "q_BTHM has width 32; it supports widths of 64 and 128"),
+    ({"kind": "NVIDIA A100-SXM4-80GB"}, "it supports Hopper GPUs, and this is NVIDIA A100-SXM4-80GB")])
+def test_what_the_mosaic_kernel_refuses(options, message, monkeypatch):
+    if "kind" in options:
+        kind = options.pop("kind")
+        monkeypatch.setattr(device, "platform", lambda: "gpu")
+        monkeypatch.setattr(device, "kind", lambda: kind)
+    x = jnp.ones((1, 8, 2, options.pop("width", 64)), options.pop("dtype", "bfloat16"))
+    with pytest.raises(NotImplementedError, match=message):
+        linear_attention(x, x, x, implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA GH200 480GB"])
+def test_no_card_picks_the_mosaic_kernel(kind, monkeypatch):
+    monkeypatch.setattr(triton, "MISSING", "it is gone")
+    x = jax.ShapeDtypeStruct((1, 300, 2, 64), jnp.bfloat16)
+    target = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=target)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert pick_implementation(x, x, x) == "chunked"
+        assert mosaic_gpu.refuses(Call(dict.fromkeys(("q_BTHM", "k_BTHM", "v_BTHD"), x))) is None
 
 
 class TestBadInput:
