@@ -6,10 +6,10 @@
 Prints the bundles of each kernel (instructions of a program of its grid, of which each takes a cycle) and its spilled
 vectors, for GPT-2's shape also the time of all bundles at 1.5 GHz, the clock of a v5e. As ``attention``, it prints the
 cycles that the compiler estimates for XLA's forms of linear attention, and for what is around the kernels. As
-``steps``, it prints the memory of training steps and of a token of GPT-2 124M, which compile for minutes each. The
-check fails if something does not compile, if a kernel in bfloat16 without decay and segments spills more vectors than
-before, or if a program does not fit into the memory of its card. A kernel that waits for memory takes longer than its
-bundles.
+``steps``, it prints the memory of training steps and of a token of GPT-2 124M, which compile for minutes each, and the
+memory and exchanges of steps with two layers on four chips. The check fails if something does not compile, if a kernel
+in bfloat16 without decay and segments spills more vectors than before, or if a program does not fit into the memory of
+its card. A kernel that waits for memory takes longer than its bundles.
 """
 
 import functools
@@ -25,15 +25,20 @@ import tyro
 
 from benchmarks import report
 from benchmarks.gpu_check import RECIPE, VOCABULARY, trace_op
-from compilation.tpu import HERTZ, TOPOLOGIES, Kernel, Tpu, cycles_of, take_kernels
-from configs.schema import load_recipe
+from compilation.cards import V5E_HERTZ
+from compilation.cost import cost_per_device
+from compilation.tpu import TOPOLOGIES, Kernel, Tpu, cycles_of, take_kernels
+from configs.schema import MeshConfig, load_recipe
 from kernels.linear_attention.cases import LinearAttentionCase
 from models.gpt import resolve_config
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
+from training.environment import peak_bytes
 
 MOST_SPILLS = {"v4": 160, "v5e": 64, "v5p": 64, "v6e": 64, "tpu7x": 64}
 """Vectors that a kernel may spill in bfloat16, with heads of up to 128, without decay, segments and long chunks."""
+CHIPS = 4
+"""Of a mesh: those of a host of a v5e."""
 MODES = ("chunked", "gated", "softmax")
 GIBIBYTES = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
 """Memory of a chip."""
@@ -67,7 +72,7 @@ def kernel_row(tpu: Tpu, case: LinearAttentionCase, kernel: Kernel) -> dict[str,
     programs = -(-case.H // 2) * case.T // 128
     return {"card": tpu.name, "call": case.sizes, "kernel": kernel.name.removeprefix("linear_attention_"),
             "bundles": kernel.bundles, "spills": kernel.spills,
-            "milliseconds": kernel.bundles * programs / HERTZ * 1e3 if case is GPT2 else None,
+            "milliseconds": kernel.bundles * programs / V5E_HERTZ * 1e3 if case is GPT2 else None,
             "fault": f"spills {kernel.spills} vectors, more than {MOST_SPILLS[tpu.name]}" if (
                 is_bounded and kernel.spills > MOST_SPILLS[tpu.name]) else ""}
 
@@ -76,7 +81,7 @@ def attention_row(tpu: Tpu, implementation: str, chunk_size: int | None) -> dict
     """The row of both passes of an implementation at GPT-2's shape."""
     program = tpu.compile(trace_op(tpu, replace(GPT2, chunk_size=chunk_size), implementation)).as_text() or ""
     name = implementation if chunk_size is None else f"{implementation}, chunks of {chunk_size}"
-    return {"card": tpu.name, "call": name, "milliseconds": cycles_of(program) / HERTZ * 1e3, "fault": ""}
+    return {"card": tpu.name, "call": name, "milliseconds": cycles_of(program) / V5E_HERTZ * 1e3, "fault": ""}
 
 
 def programs(tpu: Tpu) -> Iterator[tuple[str, Callable[[], jax.stages.Traced]]]:
@@ -91,11 +96,26 @@ def programs(tpu: Tpu) -> Iterator[tuple[str, Callable[[], jax.stages.Traced]]]:
 
 
 def program_row(tpu: Tpu, name: str, trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
-    """The row of a program."""
-    found: Any = tpu.compile(trace()).memory_analysis()
-    most = (found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
-            - found.alias_size_in_bytes) / 2**30
-    return {"card": tpu.name, "call": name, "gibibytes": most,
+    """The row of a program for a chip."""
+    return memory_row(tpu, name, peak_bytes(tpu.compile(trace())) or 0)
+
+
+def mesh_row(tpu: Tpu, name: str, axis: str) -> dict[str, Any]:
+    """The row of a step of chunked on four chips, whose mesh has one axis."""
+    with tpu.tracing():
+        config = load_recipe(RECIPE, "chunked")
+        config = replace(config, model=replace(resolve_config(config.model), layers=2),
+                         mesh=MeshConfig(**{"data": 1} | {axis: CHIPS}),
+                         train=replace(config.train, batch_size=8, accumulate=1))
+    found = cost_per_device(config, CHIPS, VOCABULARY, tpu)
+    return memory_row(tpu, name, found["peak_bytes"]) | {
+        "exchanged": ", ".join(f"{kind} {size / 1e6:,.0f}" for kind, size in sorted(found["collectives"].items()))}
+
+
+def memory_row(tpu: Tpu, name: str, peak: int) -> dict[str, Any]:
+    """The row of a program that needs so many bytes on a chip."""
+    most = peak / 2**30
+    return {"card": tpu.name, "call": name, "gibibytes": most, "exchanged": "",
             "fault": f"needs {most:.1f} GiB, more than {GIBIBYTES[tpu.name]}" if most > GIBIBYTES[tpu.name] else ""}
 
 
@@ -113,6 +133,9 @@ def work(tpu: Tpu, what: str, dump: Path) -> Iterator[tuple[str, Callable[[], li
     else:
         for name, trace in programs(tpu):
             yield name, lambda name=name, trace=trace: [program_row(tpu, name, trace)]
+        for axis in ("data", "fsdp", "context"):
+            name = f"step, 2 layers, B8 T1024, chunked, {axis} {CHIPS}"
+            yield name, lambda name=name, axis=axis: [mesh_row(tpu, name, axis)]
 
 
 @functools.partial(
@@ -125,7 +148,8 @@ def work(tpu: Tpu, what: str, dump: Path) -> Iterator[tuple[str, Callable[[], li
             ("card", "card", ""), (f"forward and backward, {GPT2.sizes}", "call", ""),
             ("ms of XLA's cycles, without kernels", "milliseconds", ".2f")),
         "steps": report.columns(("card", "card", ""), ("program", "call", ""), ("GiB", "gibibytes", ".1f"),
-                                   ("", lambda row: row["fault"] or "ok", ""))})
+                                ("MB that a chip exchanges", "exchanged", ""),
+                                ("", lambda row: row["fault"] or "ok", ""))})
 def main(options: Options, results: report.Results) -> None:
     if unknown := [name for name in options.cards if name not in TOPOLOGIES]:
         raise ConfigError(f"--cards has {unknown[0]}; expected some of {', '.join(TOPOLOGIES)}")

@@ -18,7 +18,7 @@ from training.environment import peak_bytes
 from training.sharding import make_mesh
 
 
-def estimate(gpu: Target, traced: jax.stages.Traced, rates: Rates) -> dict[str, Any]:
+def estimate(device: Target, traced: jax.stages.Traced, rates: Rates) -> dict[str, Any]:
     """The estimated milliseconds of a program, its launches, bytes and operations, its memory, and the same by group
     of launches in ``rows``.
 
@@ -26,7 +26,7 @@ def estimate(gpu: Target, traced: jax.stages.Traced, rates: Rates) -> dict[str, 
         BenchmarkError: it cannot be compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
-        program, memory = _read(gpu.compile(traced, Path(folder)))
+        program, memory = _read(device.compile(traced, Path(folder)))
         graphed = read_graphed(Path(folder))
     rows = grouped(launches(program, pallas_kernels(traced.jaxpr), graphed), rates)
     return {"ms": sum(row["ms"] for row in rows), "launches": sum(row["count"] for row in rows),
@@ -45,7 +45,7 @@ def grouped(found: Iterable[Launch], rates: Rates) -> list[dict[str, Any]]:
     return sorted(groups.values(), key=lambda row: -row["ms"])
 
 
-def cost_per_device(config: Config, number: int, vocabulary: int, gpu: Target | None) -> dict[str, Any]:
+def cost_per_device(config: Config, number: int, vocabulary: int, device: Target | None) -> dict[str, Any]:
     """What each device of a mesh takes of the training step of a config: ``operations`` of products, bytes of
     ``collectives`` by kind, and memory in bytes.
 
@@ -53,18 +53,18 @@ def cost_per_device(config: Config, number: int, vocabulary: int, gpu: Target | 
         config: resolved.
         number: of devices.
         vocabulary: number of tokens.
-        gpu: the kind of the devices; None: CPU devices of :func:`use_cpu_devices`.
+        device: the kind of the devices; None: CPU devices of :func:`use_cpu_devices`.
 
     Raises:
         BenchmarkError: the step cannot be compiled.
     """
-    mesh = make_mesh(config, jax.devices() if gpu is None else gpu.devices(number))
+    mesh = make_mesh(config, jax.devices() if device is None else device.devices(number))
     # Not jax.set_mesh: no array can be on a device that does not exist.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step, arguments = step_and_shapes(config, vocabulary, mesh)
         traced = step.trace(*arguments)
-        program, memory = _read(compile_lowered(traced.lower()) if gpu is None else gpu.compile(traced))
-    operations = program.products.operations if gpu is None else sum(
+        program, memory = _read(compile_lowered(traced.lower()) if device is None else device.compile(traced))
+    operations = program.products.operations if device is None else sum(
         launch.count * sum(launch.work.operations.values())
         for launch in launches(program, pallas_kernels(traced.jaxpr), set()))
     return {"operations": operations, "collectives": dict(program.collectives), "mesh": dict(mesh.shape), **memory}

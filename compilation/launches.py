@@ -1,8 +1,11 @@
-"""The launches of a program compiled for a GPU: bytes and operations of each kernel, copy and library call.
+"""The launches of a compiled program: bytes and operations of each kernel, copy and library call.
 
 A fusion counts by its inside: of a slice the bytes that are read, of an update in place those that are written. The
 body of a loop counts as often as it runs. The compiled program does not describe Pallas kernels. They are read from the
 traced program, by grid and blocks.
+
+Of a program for a TPU, launches are the instructions of which the compiler has estimated the cycles, and Pallas
+kernels. The others are copies that run beside them. Bytes are those of the kernels: of the others many stay in VMEM.
 """
 
 import math
@@ -24,7 +27,8 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int32": "s32", "uint32": "u32",
            "int8": "s8", "uint8": "u8", "bool": "pred"}
 """XLA's names of dtypes, by those of jax."""
-PALLAS = "__gpu$xla.gpu.triton"
+PALLAS = ("__gpu$xla.gpu.triton", "tpu_custom_call")
+"""Targets of the custom calls that are Pallas kernels, on a GPU and on a TPU."""
 CUDNN_ATTENTION = "__cudnn$fmha"
 
 
@@ -39,6 +43,8 @@ class Work:
     """Bytes that all programs of a kernel read and write by its blocks; repeated ones come from the cache."""
     operations: Mapping[str, int] = field(default_factory=dict)
     """Of products by dtype; ``f32x3`` is float32 in three products of TF32."""
+    cycles: int | None = None
+    """The compiler's estimate for a TPU."""
 
     @property
     def memory(self) -> int:
@@ -74,7 +80,7 @@ def launches(program: Program, kernels: Mapping[PallasCall, Work], graphed: set[
     """The launches of a program.
 
     Args:
-        program: for a GPU.
+        program: for a GPU or a TPU.
         kernels: as :func:`pallas_kernels` finds them.
         graphed: as :func:`read_graphed` finds them.
     """
@@ -89,7 +95,7 @@ def _walk(program: Program, name: str, times: int, kernels: Mapping[PallasCall, 
             continue
         if instruction.opcode == "while":
             body, = re.findall(r"body=%?([\w.\-]+)", instruction.attributes)
-            yield from _walk(program, body, times * (instruction.trips or 1), kernels, graphed)
+            yield from _walk(program, body, times * (program.trips(instruction) or 1), kernels, graphed)
         elif instruction.opcode == "conditional":  # the branch with the most bytes counts
             branches = [list(_walk(program, branch, times, kernels, graphed))
                         for branch in instruction.branches or instruction.called]
@@ -98,8 +104,10 @@ def _walk(program: Program, name: str, times: int, kernels: Mapping[PallasCall, 
         elif instruction.opcode in ("call", "async-start", "call-start"):
             for called in instruction.called:
                 yield from _walk(program, called, times, kernels, graphed)
-        else:
+        elif not program.is_for_tpu or instruction.cycles is not None or _is_pallas(instruction):
             group, work = _work(program, instruction, here, kernels)
+            if instruction.cycles is not None:
+                work = Work(operations=work.operations, cycles=instruction.cycles)
             yield Launch(instruction.name, group, times, work, instruction.name in graphed)
 
 
@@ -115,7 +123,7 @@ def _work(program: Program, instruction: Instruction, here: Computation,
                        for i, other in enumerate(instruction.operands) if other == name) for name in operands)
         written = _written(program, called)
         return plain, Work(read, written, read + written, dict(program.products_of(called).by_dtype))
-    if instruction.opcode == "custom-call" and PALLAS in instruction.attributes:
+    if _is_pallas(instruction):
         shapes = tuple(here[name].shape for name in instruction.operands)
         for call, work in kernels.items():
             if (call.operands, call.results) == (shapes, instruction.outputs) and re.search(rf"\b{call.name}\b", where):
@@ -133,6 +141,10 @@ def _work(program: Program, instruction: Instruction, here: Computation,
     elif instruction.opcode in ("dynamic-update-slice", "scatter"):
         read = written = here[instruction.operands[2 if instruction.opcode == "scatter" else 1]].bytes
     return plain, Work(read, written, read + written, dict(operations))
+
+
+def _is_pallas(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and any(target in instruction.attributes for target in PALLAS)
 
 
 def _where(instruction: Instruction) -> str:
@@ -237,15 +249,14 @@ def _pallas_work(equation: Any) -> Work:
     """The work of a kernel whose programs read and write whole blocks."""
     mapping = equation.params["grid_mapping"]
     programs = math.prod(mapping.grid)
-    arrays = [*(_shape(x.aval) for x in equation.invars), *(_shape(x.aval) for x in equation.outvars)]
+    inputs, outputs = (tuple(_shape(x.aval) for x in arrays) for arrays in (equation.invars, equation.outvars))
     blocks = [math.prod(_sizes(block.block_shape)) for block in mapping.block_mappings]
+    arrays = (*inputs, *outputs)[-len(blocks):]  # the first arguments may be indices, which have no blocks
     moved = sum(programs * elements * shape.bytes // max(1, shape.elements)
                 for elements, shape in zip(blocks, arrays, strict=True))
-    count = len(equation.invars)
     operations: Counter[str] = Counter()
     _add_operations(equation.params["jaxpr"], programs, operations)
-    return Work(sum(shape.bytes for shape in arrays[:count]), sum(shape.bytes for shape in arrays[count:]), moved,
-                dict(operations))
+    return Work(sum(shape.bytes for shape in inputs), sum(shape.bytes for shape in outputs), moved, dict(operations))
 
 
 def _sizes(block_shape: Any) -> list[int]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4,
          "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
 """Of an element, by XLA's name of the dtype. Tokens and opaque values have no size."""
@@ -22,6 +24,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _OPCODE = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -81,9 +84,9 @@ class Instruction:
         return [name.strip().lstrip("%") for names in _BRANCHES.findall(self.attributes) for name in names.split(",")]
 
     @property
-    def trips(self) -> int | None:
-        """Trip count of a loop; None if unknown."""
-        found = _TRIPS.search(self.attributes)
+    def cycles(self) -> int | None:
+        """The compiler's estimate for a TPU; None if there is none."""
+        found = _CYCLES.search(self.attributes)
         return int(found[1]) if found else None
 
     def dimensions(self, attribute: str) -> tuple[int, ...]:
@@ -121,12 +124,17 @@ class Program:
             counted.calls += instruction.opcode == "custom-call"
             if instruction.branches:  # one of them runs
                 counted.add(max(map(self.products_of, instruction.branches), key=lambda branch: branch.operations))
-            is_loop = instruction.opcode == "while"
-            counted.unbounded_loops += is_loop and instruction.trips is None
+            trips = self.trips(instruction)
+            counted.unbounded_loops += trips is None
             for other in instruction.called:
-                counted.add(self.products_of(other), (instruction.trips or 1) if is_loop else 1)
+                counted.add(self.products_of(other), trips or 1)
         self._products[name] = counted
         return counted
+
+    @cached_property
+    def is_for_tpu(self) -> bool:
+        """Whether the compiler has written its estimates for a TPU into it."""
+        return any(one.cycles is not None for here in self.computations.values() for one in here.values())
 
     @property
     def collectives(self) -> Counter[str]:
@@ -144,9 +152,28 @@ class Program:
             called = [] if instruction.opcode in ("async-update", "async-done") else instruction.called
             for found in [*map(self._collectives_of, called),
                           max(map(self._collectives_of, instruction.branches), key=Counter.total, default=Counter())]:
-                times = (instruction.trips or 1) if instruction.opcode == "while" else 1
+                times = self.trips(instruction) or 1
                 counted.update({kind: times * size for kind, size in found.items()})
         return counted
+
+    def trips(self, instruction: Instruction) -> int | None:
+        """How often an instruction computes what it calls: the trip count of a loop, None if unknown; 1 for others.
+
+        A program for a TPU does not state trip counts. There it is the limit of a loop whose condition is a comparison
+        with a constant, as jax writes loops of known length: they count from 0 by 1.
+        """
+        if instruction.opcode != "while":
+            return 1
+        found = _TRIPS.search(instruction.attributes)
+        if found is not None:
+            return int(found[1])
+        name = re.search(r"condition=%?([\w.\-]+)", instruction.attributes)
+        condition = self.computations.get(name[1], {}) if name is not None else {}
+        root = next((one for one in condition.values() if one.is_root), None)
+        if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return None
+        limit = condition.get(root.operands[-1])
+        return int(limit.inside) if limit is not None and limit.opcode == "constant" else None
 
     def operations_of(self, instruction: Instruction, here: Computation) -> Counter[str]:
         """Operations of an instruction's products by dtype, without those of the computations that it calls.
@@ -161,12 +188,7 @@ class Program:
             terms = math.prod(left.dimensions[axis] for axis in instruction.dimensions("lhs_contracting_dims"))
             return Counter({left.dtype: 2 * size * terms})
         if instruction.opcode == "convolution":
-            # Each output is a sum over all axes of the kernel but that of output features.
-            kernel = here[instruction.operands[1]].shape
-            labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
-            assert labels is not None
-            terms = math.prod(n for n, label in zip(kernel.dimensions, labels[1], strict=True) if label != "o")
-            return Counter({kernel.dtype: 2 * size * terms})
+            return _of_convolution(instruction, here)
         if instruction.opcode == "multiply" and _is_outer(instruction, here):
             return Counter({instruction.shape.dtype: 2 * size})
         if instruction.opcode == "reduce" and self._adds(instruction):
@@ -250,6 +272,31 @@ def _closing(text: str, start: int) -> int:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(",") if size)
+
+
+def _of_convolution(instruction: Instruction, here: Computation) -> Counter[str]:
+    """Operations of a convolution: two for each input feature of the kernel, at each position of the window that meets
+    an element of the input and not padding.
+
+    A compiler for a TPU writes products of batches as convolutions over the axes of the batch: the input is dilated and
+    the window moves so that each output meets one element.
+    """
+    inputs, kernel = (here[name].shape for name in instruction.operands)
+    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert found is not None
+    of_input, of_kernel, of_output = (dict(zip(labels, shape.dimensions, strict=True)) for labels, shape in zip(
+        found.groups(), (inputs, kernel, instruction.shape), strict=True))
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    options = dict(part.split("=") for part in window[1].split()) if window is not None else {}
+    pairs = of_output["b"] * of_output["f"] * of_kernel["i"]
+    for axis in range(len(of_kernel) - 2):
+        stride, before, input_step, kernel_step = (
+            int(options[name].split("x")[axis].split("_")[0]) if name in options else default
+            for name, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1)))
+        starts, steps = stride * np.arange(of_output[str(axis)]), kernel_step * np.arange(of_kernel[str(axis)])
+        at = starts[:, None] + steps - before
+        pairs *= int(np.sum((at >= 0) & (at < input_step * of_input[str(axis)]) & (at % input_step == 0)))
+    return Counter({kernel.dtype: 2 * pairs})
 
 
 def _is_outer(instruction: Instruction, here: Computation) -> bool:

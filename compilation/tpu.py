@@ -7,6 +7,7 @@ of its own, ``.venv-tpu/VERSION``, which ``scripts/tpu_check.sh`` builds.
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,15 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from compilation.target import Target, compile_lowered
+from compilation.launches import launches
+from compilation.program import read_program
+from compilation.target import ROOT, Target, compile_lowered
 from support.errors import BenchmarkError, ConfigError
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "TPU7x:2x2x1"}
 """Four chips of each generation, as libtpu calls them."""
-HERTZ = 1.5e9
-"""Bundles per second at the clock of a v5e; other generations have other clocks."""
+ENVIRONMENTS = ROOT / ".venv-tpu"
+REMEDY = "`make tpu-check` builds an environment that can"
 # Without these, libtpu asks the network for its machine, and a second process waits for a lock.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
                 "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -53,9 +56,8 @@ class Tpu(Target):
     def __init__(self, name: str = "v5e", dump: Path | None = None):
         if name not in TOPOLOGIES:
             raise ConfigError(f"card is {name}; expected one of {', '.join(TOPOLOGIES)}")
-        if importlib.util.find_spec("libtpu") is None:
-            raise ConfigError("this Python cannot compile for a TPU: it lacks libtpu; `make tpu-check` builds an "
-                              "environment that can")
+        if not can_compile():
+            raise ConfigError(f"this Python cannot compile for a TPU: it lacks libtpu; {REMEDY}")
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         if dump is not None:
@@ -73,6 +75,9 @@ class Tpu(Target):
         return self._found[0].device_kind
 
     def devices(self, number: int) -> Sequence[Any]:
+        if number > len(self._found):
+            raise ConfigError(f"devices is {number}; expected at most {len(self._found)}: programs are compiled for a "
+                              f"host of a {self.name}")
         return self._found[:number]
 
     @contextmanager
@@ -105,19 +110,24 @@ def take_kernels(dump: Path, prefix: str) -> list[Kernel]:
 
 
 def cycles_of(program: str) -> int:
-    """The compiler's cycles of an optimised program, of loops times their trips; without those of Pallas kernels, which
-    it does not estimate."""
-    cycles: dict[str, int] = {}
-    limits: dict[str, int] = {}
-    loops: dict[str, str] = {}
-    name = ""
-    for line in program.splitlines():
-        if (head := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)) is not None:
-            name = head[1]
-        elif (estimate := re.search(r'"estimated_cycles":"(\d+)"', line)) is not None:
-            cycles[name] = cycles.get(name, 0) + int(estimate[1])
-        if (limit := re.search(r" constant\((\d+)\)", line)) is not None:
-            limits[name] = max(limits.get(name, 0), int(limit[1]))
-        if (loop := re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
-            loops[loop[2]] = loop[1]
-    return sum(count * (limits.get(loops[name], 1) if name in loops else 1) for name, count in cycles.items())
+    """The compiler's cycles of an optimised program; without those of Pallas kernels, which it does not estimate."""
+    return sum(launch.count * (launch.work.cycles or 0) for launch in launches(read_program(program), {}, set()))
+
+
+def can_compile() -> bool:
+    """Whether this Python can compile for a TPU."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def find_python() -> str:
+    """The Python to compile with: this one, or that of the environment of ``make tpu-check``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if can_compile():
+        return sys.executable
+    python = ENVIRONMENTS / jax.__version__ / "bin" / "python"
+    if not (python.parents[1] / ".complete").exists():  # the stamp is written last
+        raise ConfigError(f"this Python ({sys.executable}) cannot compile for a TPU: it lacks libtpu; {REMEDY}")
+    return str(python)

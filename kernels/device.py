@@ -6,6 +6,7 @@ the target, which is the abstract device of the current mesh.
 
 import functools
 import math
+import warnings
 from pathlib import Path
 
 import jax
@@ -59,3 +60,9 @@ def cpu_has_fast_bfloat16() -> bool:
     """Whether this machine's CPU does, whatever the default device."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
+
+
+@functools.cache
+def note(message: str) -> None:
+    """Warns once in a process, of a choice that takes longer than the user may expect."""
+    warnings.warn(message, stacklevel=3)

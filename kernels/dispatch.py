@@ -72,14 +72,21 @@ class Dispatcher(NamedTuple):
     implementations: Mapping[str, Implementation]
     fastest: Callable[[Call], Sequence[str]]
     """call ↦ names, the fastest first. The last supports every call on every device."""
+    notes_refusals: bool = False
+    """Whether a warning says why a kernel of this device is not picked; for ops whose other forms are much slower."""
 
     def pick(self, call: Call) -> str:
         """The implementation that None stands for, on the device that is traced for."""
         *faster, plain = self.fastest(call)
         for name in faster:
             form = self.implementations[name]
-            if form.is_here() and form.refusal(call) is None:
+            if not form.is_here():
+                continue
+            refusal = form.refusal(call)
+            if refusal is None:
                 return name
+            if self.notes_refusals and form.backend is not None:
+                device.note(f"implementation={name!r}: {refusal}; {plain!r} takes its place, which takes longer")
         return plain
 
     def choose(self, call: Call, named: str | None) -> str:

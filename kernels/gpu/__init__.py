@@ -1,7 +1,5 @@
 """What the GPU kernels of several ops share, and whether there are any."""
 
-import functools
-import warnings
 from typing import Any
 
 from .. import device
@@ -20,11 +18,6 @@ def has_kernel(*arrays: Any, one_device: bool = False) -> bool:
     if device.platform() != "gpu" or (one_device and device.count() > 1):
         return False
     if triton.MISSING is not None:
-        _note(triton.MISSING)
+        device.note(f"{triton.MISSING}: ops are computed by XLA, which takes longer")
         return False
     return all(x.dtype.itemsize <= 4 for x in arrays)
-
-
-@functools.cache
-def _note(reason: str) -> None:
-    warnings.warn(f"{reason}: ops are computed by XLA, which takes longer", stacklevel=3)

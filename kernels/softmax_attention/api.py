@@ -26,7 +26,7 @@ CACHED_IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Implementation(decode.softmax_decode, decode.refuses, backend="triton"),
 }
 """For new tokens to a cache, by name."""
-_DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "splash", "blockwise"))
+_DISPATCHER = Dispatcher(IMPLEMENTATIONS, lambda call: ("cudnn", "splash", "blockwise"), notes_refusals=True)
 _CACHED_DISPATCHER = Dispatcher(CACHED_IMPLEMENTATIONS, lambda call: ("decode", "blockwise"))
 
 

@@ -18,13 +18,21 @@ def test_a_launch_takes_what_is_longest(work: Work, in_graph: bool, seconds: flo
     assert cards.RATES["h200"].seconds(Launch("x", "x", 5, work, in_graph)) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.74, "fits"), (0.9, "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
-                                             (0.96, "does not fit")])
-def test_verdicts(share, said):
-    assert said in cards.verdict(int(share * 2**40), 2**40)
+def test_an_instruction_for_a_tpu_takes_its_cycles_and_a_kernel_what_is_longest():
+    rates = cards.RATES["v5e"]
+    assert rates.seconds(Launch("x", "x", 1, Work(10**9, 0, 0, cycles=1_500_000), False)) == pytest.approx(1e-3)
+    assert rates.seconds(Launch("x", "x", 1, Work(8190, 0, 0, {"bf16": 197 * 10**9}), False)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("card", "share", "said"), [
+    ("h200", 0.74, "fits"), ("h200", 0.9, "fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment"),
+    ("h200", 0.96, "does not fit"), ("v5e", 0.9, "fits"), ("v5e", 0.96, "does not fit")])
+def test_verdicts(card, share, said):
+    assert cards.verdict(int(share * cards.memory_of(card)), card) == said
 
 
 def test_a_program_fits_some_cards():
-    assert cards.verdicts(60 * 2**30) == (
+    assert cards.verdicts(2**30, "v5e") == "fits: v5e"
+    assert cards.verdicts(60 * 2**30, "h200") == (
         "fits: h200, a100-80gb; fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: h100-80gb; "
         "does not fit: a100-40gb, rtx4090, l4")

@@ -45,7 +45,7 @@ def inside(name):
             yield from inside(called)
 
 loop, = (x for x in program.computations[program.entry].values() if x.opcode == "while")
-print(loop.trips, *(x.opcode for x in inside(loop.called[-1]) if x.shape.dimensions[1:] == (E,) and
+print(program.trips(loop), *(x.opcode for x in inside(loop.called[-1]) if x.shape.dimensions[1:] == (E,) and
                     x.shape.dimensions[0] >= V and x.opcode in ("convert", "pad", "concatenate", "copy")))
 found = {x.opcode for x in inside(loop.called[-1])}
 assert "dot" in found and "convert" in found, found

@@ -5,6 +5,8 @@ import importlib.util
 import pytest
 
 from benchmarks import tpu_check
+from compilation.launches import launches
+from compilation.program import read_program
 from compilation.tpu import Kernel, Tpu, cycles_of, take_kernels
 from support.errors import ConfigError
 
@@ -29,25 +31,59 @@ def test_bundles_and_spilled_vectors_are_counted_once(tmp_path):
 
 
 PROGRAM = """HloModule jit
-%body.1 (x: s32[]) -> s32[] {
-  %a = s32[] add(%x, %x), backend_config={"window_config":{},"estimated_cycles":"100"}
+%fused (a: f32[4,8,2], b: f32[4,8,3]) -> f32[4,2,3] {
+  %a = f32[4,8,2]{2,1,0:T(8,128)} parameter(0)
+  %b = f32[4,8,3]{2,1,0:T(8,128)} parameter(1)
+  ROOT %product = f32[4,2,3]{2,1,0:T(8,128)S(1)} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, \
+dim_labels=0fb_0io->0bf
 }
 
-%condition.1 (x: s32[]) -> pred[] {
-  %one = s32[] constant(1)
+%inner.1 (x: s32[]) -> s32[] {
+  %x = s32[]{:T(128)} parameter(0)
+  %f = f32[4,2,3]{2,1,0:T(8,128)} fusion(%x, %x), kind=kOutput, calls=%fused, \
+backend_config={"window_config":{},"estimated_cycles":"100"}
+  ROOT %copied = s32[] copy-start(%x)
+}
+
+%body.1 (y: s32[]) -> s32[] {
+  %y = s32[] parameter(0)
+  ROOT %v = s32[] while(%y), condition=%condition.1, body=%inner.1
+}
+
+%condition.1 (z: s32[]) -> pred[] {
+  %z = s32[] parameter(0)
+  %other = s32[] constant(9)
   %trips = s32[]{:T(128)} constant(64)
+  ROOT %lt = pred[]{:T(512)} compare(%z, %trips), direction=LT, metadata={op_name="lt"}
 }
 
-ENTRY %main.3 (x: s32[]) -> s32[] {
+ENTRY %main.3 (w: s32[]) -> s32[] {
+  %w = s32[] parameter(0)
   %c = s32[] constant(5000)
-  %w = s32[] while(%x), condition=%condition.1, body=%body.1
-  ROOT %m = s32[] multiply(%w, %w), backend_config={"estimated_cycles":"7"}
+  %u = s32[] while(%w), condition=%condition.1, body=%body.1
+  %k = s32[] custom-call(%u), custom_call_target="tpu_custom_call"
+  ROOT %m = s32[] multiply(%k, %k), backend_config={"estimated_cycles":"7"}
 }
 """
 
 
-def test_cycles_of_a_loop_count_once_for_each_trip():
-    assert cycles_of(PROGRAM) == 64 * 100 + 7
+def test_cycles_of_a_loop_count_once_for_each_trip_and_copies_and_kernels_have_none():
+    assert cycles_of(PROGRAM) == 64 * 64 * 100 + 7
+    found = {launch.name: launch for launch in launches(read_program(PROGRAM), {}, set())}
+    assert found.keys() == {"f", "k", "m"}
+    assert found["f"].count == 64 * 64
+    assert found["k"].work.cycles is None
+
+
+def test_a_product_of_batches_is_a_convolution_whose_outputs_meet_one_element_of_the_batch():
+    assert read_program(PROGRAM).products.operations == 64 * 64 * 2 * 4 * 2 * 3 * 8
+
+
+@pytest.mark.parametrize("loop", ["direction=GT", "direction=NE"])
+def test_a_loop_with_another_condition_has_no_known_length(loop):
+    program = read_program(PROGRAM.replace("direction=LT", loop))
+    assert program.products.unbounded_loops == 2
+    assert cycles_of(PROGRAM.replace("direction=LT", loop)) == 100 + 7
 
 
 class _Card:

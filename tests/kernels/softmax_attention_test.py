@@ -310,12 +310,15 @@ class TestBadInput:
 
 
 def test_on_a_tpu_splash_attention_is_picked_for_what_it_supports():
-    device = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    tpu = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
         def picked(dtype="bfloat16", width=64, **options):
             return pick_implementation(jnp.dtype(dtype), width, **options)
 
         assert picked() == picked("float32", 256) == picked(segments=True) == picked(window=9) == "splash"
-        for options in ({"log_decay": True}, {"window": 9, "segments": True}, {"width": 257}, {"dtype": "float16"}):
-            assert picked(**options) == "blockwise", options
+        for options, reason in (({"log_decay": True}, "log decays"), ({"window": 9, "segments": True}, "a window with"),
+                                ({"width": 257}, "width 257"), ({"dtype": "float16"}, "float16")):
+            device.note.cache_clear()
+            with pytest.warns(UserWarning, match=f"'splash': .*{reason}.*; 'blockwise' takes its place"):
+                assert picked(**options) == "blockwise", options
     assert picked() == "blockwise"
