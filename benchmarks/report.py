@@ -26,6 +26,7 @@ from support.command import run_command, status
 from support.errors import ConfigError
 from support.files import write_json, write_text
 from support.flags import checked_flags, flag_types, flags_by_field, parse_value
+from support.machine import processor
 from support.ranges import members
 from training.environment import git_commit
 
@@ -321,8 +322,4 @@ def _device() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-                 platform.machine())
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"

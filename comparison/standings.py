@@ -248,6 +248,7 @@ class Entry(TypedDict):
     commit: str | None
     command: list[str]
     devices: list[str] | None
+    processor: str | None
     versions: dict[str, str] | None
     corpus_checksum: str | None
     parameters: Natural
@@ -307,7 +308,8 @@ def _entry(run: Run) -> Entry:
         del command[command.index("--run-dir"):command.index("--run-dir") + 2]
     return {
         "name": run.name, "config": run.config, "commit": environment.get("commit"), "command": command,
-        "devices": environment.get("devices"), "versions": environment.get("versions"),
+        "devices": environment.get("devices"), "processor": environment.get("processor"),
+        "versions": environment.get("versions"),
         "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment["parameters"],
         "state_bytes": state_bytes(run), "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
         "evaluations": evaluations, "windows": windows}
@@ -410,7 +412,7 @@ def runs_of(row: Row) -> list[Run]:
 
 def _run_of(entry: Entry) -> Run:
     environment: dict[str, Any] = {name: entry[name] for name in (
-        "commit", "command", "devices", "versions", "corpus_checksum", "parameters")}
+        "commit", "command", "devices", "processor", "versions", "corpus_checksum", "parameters")}
     windows = {("python-packages", int(context), one["checksum"]): WindowLosses(
         np.array(one["loss"]) * int(context), np.full(len(one["loss"]), int(context)))
         for context, one in entry["windows"].items()}

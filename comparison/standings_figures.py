@@ -55,8 +55,9 @@ def figures(runs: Sequence[Run], speeds: Speeds | None = None, abilities: Figure
     if not shown:  # the quick form, or an unfinished search of rates
         shown = [run for run in runs if Place.of(run.name) is not None]
     tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _costs(speeds), *_classes(found),
-              *_abilities(abilities, [arm for arm, _ in found])]
-    return [_against_compute(shown), *_trends(found), *_fits(found), *(table for table in tables if table.rows)]
+              *_abilities(abilities, [arm for arm, _ in found]), _machines(found)]
+    return [_against_compute(shown), *_trends(found), *_fits(found), *_fits(found, speeds),
+            *(table for table in tables if table.rows)]
 
 
 def _against_compute(runs: Sequence[Run]) -> Figure:
@@ -257,33 +258,41 @@ def _trends(found: Standing) -> list[Figure]:
                                   "95 % interval", ""), tuple(rows), zero=True)]
 
 
-def trained(runs: Sequence[Run]) -> list[Trained]:
-    """Runs as points of a fit: every length against its FLOPs."""
+def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:
+    """Runs as points of a fit: every length against its FLOPs, or with ``speeds`` against the seconds of training.
+
+    Raises:
+        KeyError: a speed is unknown.
+    """
     found = []
     for run in runs:
-        lengths = run.lengths
+        lengths, place = run.lengths, place_of(run)
+        compute = lengths["flops"] if speeds is None else lengths["tokens"] / speeds[
+            place.arm, place.rung, "context", CONTEXT]
         windows = next((each.loss_N / each.tokens_N for (_, context, _), each in run.window_losses.items()
                         if context == CONTEXT), np.empty(0))
-        found.append(Trained(place_of(run).rung, run.seed, lengths["flops"], lengths["loss"], windows))
+        found.append(Trained(place.rung, run.seed, compute, lengths["loss"], windows))
     return found
 
 
-def fits(found: Standing) -> dict[str, Fit]:
-    """A fit for each arm with three sizes and no run that diverged."""
+def fits(found: Standing, speeds: Speeds | None = None) -> dict[str, Fit]:
+    """A fit for each arm with three sizes and no run that diverged; with ``speeds``, whose speed at each is known."""
     by_arm: dict[str, list[Run]] = {}
-    for (arm, _), runs in found.items():
-        by_arm.setdefault(arm, []).extend(runs)
-    return {arm: fit(trained(runs)) for arm, runs in by_arm.items()
+    for (arm, rung), runs in found.items():
+        if speeds is None or (arm, rung, "context", CONTEXT) in speeds:
+            by_arm.setdefault(arm, []).extend(runs)
+    return {arm: fit(trained(runs, speeds)) for arm, runs in by_arm.items()
             if len({place_of(run).rung for run in runs}) >= LEAST_SIZES
             and all(np.isfinite(run.lengths["loss"]).all() for run in runs)}
 
 
-def _fits(found: Standing) -> list[Figure]:
+def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
     """The measured points of each fit, and its law beyond them with its band."""
+    name, compute = ("fits", "FLOPs") if speeds is None else ("fits-time", "seconds of training without other load")
     lines, rows = [], []
-    for arm, each in fits(found).items():
+    for arm, each in fits(found, speeds).items():
         attention, low, high = arm_of(arm).attention, *each.measured
-        points = [Point(float(compute), float(loss), None, (f"{arm} {number}",)) for number, (compute, loss)
+        points = [Point(float(at), float(loss), None, (f"{arm} {number}",)) for number, (at, loss)
                   in enumerate(sorted(zip(each.compute_P, each.loss_P, strict=True)))]
         beyond = [Point(high * factor, float(each.law(high * factor)), each.band(high * factor), ())
                   for factor in (1, REACH**0.5, REACH)]
@@ -292,6 +301,20 @@ def _fits(found: Standing) -> list[Figure]:
         rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
                      number_text(float(np.abs(each.residuals_P).max())), f"{low:.2g} to {high:.2g}",
                      f"{number_text(beyond[-1].y)} ({interval_text(beyond[-1].interval or (0, 0))})"))
-    return [Figure("fits", "Power laws of loss against FLOPs", Axis("FLOPs", "log"), "val loss (nats per token)",
-                   tuple(lines), ("attention", "floor", "exponent", "largest residual", "FLOPs measured",
+    return [Figure(name, f"Power laws of loss against {compute}", Axis(compute, "log"), "val loss (nats per token)",
+                   tuple(lines), ("attention", "floor", "exponent", "largest residual", f"{compute} measured",
                                   f"extrapolated to {REACH} times"), tuple(rows))] if rows else []
+
+
+def _machines(found: Standing) -> Figure:
+    """Where each row was trained."""
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in found):
+        runs = [run for (name, _), group in found.items() if name == arm for run in group]
+        machines = {" ".join(filter(None, ("/".join(run.environment.get("devices") or ()), run.environment.get(
+            "processor")))) for run in runs}
+        rows.append((arm, *(", ".join(sorted(filter(None, each))) or "–" for each in (
+            machines, {(run.environment.get("versions") or {}).get("jax") for run in runs},
+            {(run.environment.get("commit") or "")[:8] for run in runs}))))
+    return Figure("machines", "Where the rows were trained", Axis(""), "", (), ("attention", "device", "jax", "commit"),
+                  tuple(rows), ("The commands are in the files of the rows.",))

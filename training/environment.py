@@ -22,6 +22,7 @@ from support import json_files
 from support.command import message, note
 from support.errors import JsonError
 from support.files import cache_folder
+from support.machine import processor
 from training import autotuning
 from training.run_files import ENVIRONMENT, read_environment
 
@@ -34,7 +35,7 @@ CHECKPOINTED = "checkpointed"
 
 def environment(model: GPT | Encoder, *, parameters: int, checksum: str,
                 command: Sequence[str] | None = None, segments: bool = False) -> dict[str, Any]:
-    """Versions, commit, devices, command line, corpus checksum, and the implementation of each attention mode.
+    """Versions, commit, devices, CPU, command line, corpus checksum, and the implementation of each attention mode.
 
     ``segments``: whether rows have several documents or padding.
     """
@@ -45,6 +46,7 @@ def environment(model: GPT | Encoder, *, parameters: int, checksum: str,
         | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")},
         "commit": git_commit(),
         "devices": sorted({device.device_kind for device in jax.devices()}),
+        "processor": processor(),
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
         "command": list(sys.argv if command is None else command),

@@ -42,7 +42,8 @@ def run_of(place: Place) -> Run:
     tokens_N = np.full(standings.WINDOWS, standings.CONTEXT)
     return Run(place.name, Path(place.name), config, {
         "corpus_checksum": standings.CORPUS, "parameters": rung.parameters + 257 * rung.width, "commit": "c0ffee",
-        "devices": ["cpu"], "versions": {"jax": "0"}, "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
+        "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
+        "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
         Curve(), Curve(end, end, 1), evaluations=[
             {"corpus": "c", "context": context, "loss": float(loss[-1])} | ({"token_classes": [
                 {"partition": "repeats of 4 tokens", "classes": [

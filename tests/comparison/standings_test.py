@@ -82,7 +82,7 @@ def runs() -> list:
 def test_differences_gains_and_trends(runs):
     found = {figure.name: figure for figure in figures(runs)}
     assert list(found) == ["loss-against-FLOPs", "gap-against-size", "fits", "rung-XS", "rung-S", "rung-M",
-                           "classes-repeats-of-4-tokens"]
+                           "classes-repeats-of-4-tokens", "machines"]
     rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]  # sorted by loss
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
@@ -118,6 +118,17 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
     costs = {row[:2]: row[2:] for row in found["costs"].rows}
     assert costs["XS", "kda"] == ("10,173", "2.000")
     assert costs["S", "kda"] == ("2,543", "–")
+    # A law of the seconds has the exponent of that of the FLOPs, which are as many a second at every size.
+    exponents = [{row[0]: float(row[2]) for row in found[name].rows} for name in ("fits", "fits-time")]
+    assert exponents[0] == pytest.approx(exponents[1], abs=0.02)
+    assert set(exponents[1]) == {"softmax-parts", "gated_delta", "kda"}
+    assert "fits-time" not in {figure.name for figure in figures(
+        runs, {key: speed for key, speed in speeds.items() if key[1] != "M"})}
+
+
+def test_where_a_row_was_trained(runs):
+    found = next(each for each in figures(runs) if each.name == "machines")
+    assert found.rows[0] == ("softmax-parts", "cpu A CPU", "0", "c0ffee")
 
 
 def test_abilities_are_those_of_the_same_attentions(runs):
