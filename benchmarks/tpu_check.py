@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import tyro
+from jax import Array
 
 from benchmarks import report
 from benchmarks.gpu_check import RECIPE, VOCABULARY, trace_op
@@ -29,6 +30,7 @@ from compilation.cards import V5E_HERTZ
 from compilation.cost import cost_per_device
 from compilation.tpu import TOPOLOGIES, Kernel, Tpu, cycles_of, take_kernels
 from configs.schema import MeshConfig, load_recipe
+from kernels.linear_attention import linear_attention
 from kernels.linear_attention.cases import LinearAttentionCase
 from models.gpt import resolve_config
 from support.command import status
@@ -77,9 +79,26 @@ def kernel_row(tpu: Tpu, case: LinearAttentionCase, kernel: Kernel) -> dict[str,
                 is_bounded and kernel.spills > MOST_SPILLS[tpu.name]) else ""}
 
 
+def trace_attention(tpu: Tpu, implementation: str, chunk_size: int | None) -> jax.stages.Traced:
+    """Both passes at GPT-2's shape, of arrays as projections write them: (B, T, H·D)."""
+    B, T, H, D = GPT2.B, GPT2.T, GPT2.H, GPT2.D
+
+    @jax.jit
+    def passes(q_BTL: Array, k_BTL: Array, v_BTL: Array, dy_BTL: Array) -> Any:
+        def attend(*inputs: Array) -> Array:
+            y_BTHD, _ = linear_attention(*(x_BTL.reshape(B, T, H, D) for x_BTL in inputs), chunk_size=chunk_size,
+                                         implementation=implementation)
+            return y_BTHD.reshape(B, T, H * D)
+
+        y_BTL, backward = jax.vjp(attend, q_BTL, k_BTL, v_BTL)
+        return y_BTL, backward(dy_BTL)
+
+    return tpu.trace(passes, *[jax.ShapeDtypeStruct((B, T, H * D), GPT2.dtype)] * 4)
+
+
 def attention_row(tpu: Tpu, implementation: str, chunk_size: int | None) -> dict[str, Any]:
     """The row of both passes of an implementation at GPT-2's shape."""
-    program = tpu.compile(trace_op(tpu, replace(GPT2, chunk_size=chunk_size), implementation)).as_text() or ""
+    program = tpu.compile(trace_attention(tpu, implementation, chunk_size)).as_text() or ""
     name = implementation if chunk_size is None else f"{implementation}, chunks of {chunk_size}"
     return {"card": tpu.name, "call": name, "milliseconds": cycles_of(program) / V5E_HERTZ * 1e3, "fault": ""}
 
