@@ -605,7 +605,7 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
                 study.runs(True, finished, data_dir=str(tmp_path / "mnist"))]
 
     first = planned()
-    assert len(first) == 15
+    assert len(first) == 20
     runs = []
     for run in first:
         assert run.config.data.source == str(tmp_path / "mnist")  # pyright: ignore[reportOptionalMemberAccess]
@@ -616,7 +616,7 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
         entry = {"context": 784, "corpus": "mnist", "loss": 1.0, "bits_per_dimension": bits + 0.1, "positions": []}
         (folder / "evaluation-test.json").write_text(json.dumps({"step": 40, "evaluations": [entry]}))
         runs.append(load_run(folder))
-    more = planned(*runs)[15:]
+    more = planned(*runs)[20:]
     assert [run.name for run in more] == [
         f"mnist-{arm}-{rate}-seed-{seed}" for seed in (1, 2) for arm, rate in (
             ("softmax", 0.003), ("chunked", 0.003), ("gated", 0.003), ("kda", 0.01), ("hybrid-kda", 0.003))]
