@@ -16,11 +16,11 @@ three minutes of training each on two CPU cores, with three seeds. Where MNIST i
 
 in models that two cores train in three minutes, 4 layers of width 64 and batches of 8 images, with AdamW and a cosine:
 softmax, chunked, gated, kda, and three layers of kda to one of softmax, all with a short convolution and an output
-gate; four learning rates with one seed, and the best with two more. Their bits per dimension are of 2,000 test images.
-The folder has the IDX files, or token files; in the full form too.
+gate. Learning rates are tried with one seed until the best is inside of them, and the best with two more seeds. The
+bits per dimension are of 2,000 test images. The folder has the IDX files, or token files; in the full form too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ SMALL = {"model.layers": 4, "model.width": 64, "model.heads": 4, "model.initial_
          "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_steps": 20,
          "optimizer.weight_decay": 0.1, "optimizer.clip_norm": 1.0, "train.steps": None, "train.minutes": 3.0,
          "train.batch_size": 8, "train.eval_every": 50, "train.eval_batches": 12, "train.sample_every": 10_000}
-RATES = (3e-3, 1e-3, 1e-2, 3e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Of the small models: the first ``FIRST_RATES`` are tried, and further ones while the highest tried is the best."""
+FIRST_RATES = 4
 SEEDS = 3
 ON_TEST = ("--split", "test", "--batches", "250")
 PAPER = published("bits-per-dimension")
@@ -61,8 +63,9 @@ PUBLISHED = replace(PAPER, lines=tuple(replace(line, attention=ARMS[line.attenti
 
 def get_runs(quick: bool, data_dir: str | None = None, finished: Sequence[Run] = ()) -> list[Variation]:
     if quick and data_dir is not None:
-        best = best_rates(finished)
-        return [*(_small(data_dir, arm, rate, 0) for rate in RATES for arm in SMALL_ARMS),
+        tried, best = _tried(finished), best_rates(finished)
+        rates = {arm: _rates(tried.get(arm, {})) for arm in SMALL_ARMS}
+        return [*(_small(data_dir, arm, rate, 0) for rate in RATES for arm in SMALL_ARMS if rate in rates[arm]),
                 *(_small(data_dir, arm, best[arm], seed) for seed in range(1, SEEDS) for arm in SMALL_ARMS
                   if arm in best)]
     if quick:
@@ -88,12 +91,26 @@ def _small(data_dir: str, arm: str, rate: float, seed: int) -> Variation:
 
 
 def best_rates(runs: Sequence[Run]) -> dict[str, float]:
-    """The learning rate with the fewest bits per dimension on val, by arm, where all have been tried."""
+    """The learning rate with the fewest bits per dimension on val, by arm, where it has been found."""
+    return {arm: min(bits, key=bits.__getitem__) for arm, bits in _tried(runs).items() if bits.keys() >= _rates(bits)}
+
+
+def _tried(runs: Sequence[Run]) -> dict[str, dict[float, float]]:
+    """Bits per dimension on val of the runs with seed 0, by arm and learning rate."""
     tried: dict[str, dict[float, float]] = {}
     for run in runs:
         if run.seed == 0 and (bits := run.final(BITS)) is not None:
             tried.setdefault(arm_of(run), {})[run.config["optimizer"]["learning_rate"]] = bits
-    return {arm: min(found, key=found.__getitem__) for arm, found in tried.items() if len(found) == len(RATES)}
+    return tried
+
+
+def _rates(bits: Mapping[float, float]) -> set[float]:
+    """The learning rates to try, by what those that have been tried gave."""
+    count = FIRST_RATES
+    while count < len(RATES) and bits.keys() >= set(RATES[:count]) and min(
+            RATES[:count], key=bits.__getitem__) == RATES[count - 1]:
+        count += 1
+    return set(RATES[:count])
 
 
 def _run(images: str, arm: str, head: str, seed: int, fields: dict[str, Any] | None = None) -> Variation:
