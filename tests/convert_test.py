@@ -234,6 +234,7 @@ def test_a_model_of_any_mode_goes_out_and_is_opened_like_its_run(performer, tmp_
     assert convert.main(["export", str(performer), "--out", str(out)]) == 0
     there, here = load_model(performer), load_model(out)
     assert (here.step, here.config) == (there.step, there.config)
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644  # for others to read
     pairs = zip(*(jax.tree.leaves_with_path(nnx.state(one.model)) for one in (there, here)), strict=True)
     for (path, expected), (same, found) in pairs:
         assert path == same

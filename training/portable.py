@@ -57,6 +57,7 @@ def write_portable(folder: Path, run: Path, model: GPT, config: Config, environm
 
     tensors = {name: np.asarray(x) for name, x in _by_name(nnx.to_pure_dict(nnx.state(model))).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": FORMAT, "step": str(step)})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
     public = {name: environment[name] for name in PUBLIC if name in environment}
     if "command" in public:
         public["command"] = _without_run_dir(public["command"])
