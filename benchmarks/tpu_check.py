@@ -115,8 +115,15 @@ def programs(tpu: Tpu) -> Iterator[tuple[str, Callable[[], jax.stages.Traced]]]:
 
 
 def program_row(tpu: Tpu, name: str, trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
-    """The row of a program for a chip."""
-    return memory_row(tpu, name, peak_bytes(tpu.compile(trace())) or 0)
+    """The row of a program for a chip.
+
+    Raises:
+        BenchmarkError: it cannot be compiled, or the compiler does not report its memory.
+    """
+    peak = peak_bytes(tpu.compile(trace()))
+    if peak is None:
+        raise BenchmarkError("the compiler does not report the memory")
+    return memory_row(tpu, name, peak)
 
 
 def mesh_row(tpu: Tpu, name: str, axis: str) -> dict[str, Any]:

@@ -16,8 +16,9 @@ three minutes of training each on two CPU cores, with three seeds. Where MNIST i
 
 in models that two cores train in three minutes, 4 layers of width 64 and batches of 8 images, with AdamW and a cosine:
 softmax, chunked, gated, kda, and three layers of kda to one of softmax, all with a short convolution and an output
-gate. Learning rates are tried with one seed until the best is inside of them, and the best with two more seeds. The
-bits per dimension are of 2,000 test images. The folder has the IDX files, or token files; in the full form too.
+gate. Four learning rates are tried with one seed, and higher ones while the highest is the best; the best has two more
+seeds. The bits per dimension are of 2,000 test images. The folder has the IDX files, or token files; in the full form
+too.
 """
 
 from collections.abc import Mapping, Sequence
