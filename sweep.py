@@ -43,6 +43,8 @@ class DataOptions:
 
     dir: str | None = None
     """Folder of the data, such as the images of studies/images.py. None: the study's own."""
+    source: str | None = None
+    """Corpus, as train.py takes it, such as an id of a dataset. None: the study's own."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def check(options: Options) -> None:
 
 
 def part_of(options: Options, study: Study) -> dict[str, Any]:
-    """What ``--rows``, ``--rungs`` and ``--data.dir`` name, as arguments of :meth:`Study.runs`.
+    """What ``--rows``, ``--rungs``, ``--data.dir`` and ``--data.source`` name, as arguments of :meth:`Study.runs`.
 
     Raises:
         ConfigError: a row is neither an arm of the study nor a mode.
@@ -98,7 +100,8 @@ def part_of(options: Options, study: Study) -> dict[str, Any]:
     for row in part.get("rows", ()):
         if row not in study.arms:
             attention.load(row, "rows")
-    return part | ({} if options.data.dir is None else {"data_dir": options.data.dir})
+    return part | {f"data_{name}": value for name in ("dir", "source")
+                   if (value := getattr(options.data, name)) is not None}
 
 
 def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
@@ -136,7 +139,8 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int
 def shell_lines(options: Options, count: int) -> list[str]:
     """The shell command of each run, for the working folder."""
     flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
-    parts = {"--rows": options.rows, "--rungs": options.rungs, "--data.dir": options.data.dir}
+    parts = {"--rows": options.rows, "--rungs": options.rungs, "--data.dir": options.data.dir,
+             "--data.source": options.data.source}
     part = [text for flag, value in parts.items() if value for text in (flag, value)]
     line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *part, *flags, "--index"]
     return [shlex.join([*line, str(index)]) for index in range(count)]

@@ -1,15 +1,16 @@
 """Rows of the standings: written from runs, checked, and drawn.
 
     python -m benchmarks.standings --add runs/s1
+    python -m benchmarks.standings --add runs/s1-books --text books
     python -m benchmarks.standings --check kda.json
     python -m benchmarks.standings
 
 ``--add`` writes the row of every arm that has finished a rung in the folder of studies/standings.py to
-benchmarks/results/standings/S1/ARM.json; rungs that are not finished are left out, and named. ``--check`` checks the
-files of rows, such as another's: the configs, the corpus, steps, tokens, clocks and bytes of every run, that no rate or
-seed is missing, and that the attention gives the same output whatever tokens follow. A row that fails is refused: it is
-not written. Both end with the figures and tables of all rows, which are made from their files alone; without flags,
-these are made again.
+benchmarks/results/standings/S1/ARM.json; rungs that are not finished are left out, and named. With ``--text NAME``,
+for runs on another text than that of S1, it is S1-NAME/ARM.json. ``--check`` checks the files of rows, such as
+another's: the configs, the corpus, steps, tokens, clocks and bytes of every run, that no rate or seed is missing, and
+that the attention gives the same output whatever tokens follow. A row that fails is refused: it is not written. All end
+with the figures and tables of all rows, which are made from their files alone.
 """
 
 import dataclasses
@@ -39,14 +40,16 @@ from support.errors import ConfigError, LineargptError
 from training.cli import DataFlags, load_config, parse_command_line
 from training.step import make_model
 
-FOLDER = Path(__file__).parent / "results" / "standings" / standings.VERSION
+RESULTS = Path(__file__).parent / "results" / "standings"
+"""Has a folder for each standings."""
 ABILITIES = Path(__file__).parent / "results" / "studies" / "abilities"
 """Folder of the figures of studies/abilities.py."""
 SPEEDS = "speeds.json"
 """File of benchmarks.standings_speeds."""
-FREE = ("mesh", "checkpoint", "logging", "data.dir", "data.verify", "train.accumulate", "train.rows_per_device",
-        "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
-"""Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss."""
+FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify", "train.accumulate",
+        "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
+"""Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. The
+text has a checksum."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -55,6 +58,8 @@ PREFIX_TOLERANCE = 1e-4
 class Options:
     add: Path | None = None
     """Folder of runs of studies/standings.py whose rows are written."""
+    text: str = ""
+    """With --add: name of the text, if it is not that of S1."""
     check: tuple[Path, ...] = ()
     """Files of rows to check; those that are not in the folder of the standings are copied into it."""
 
@@ -94,11 +99,18 @@ def prefix_difference(config: str) -> float:
                for logits_TV, end in zip(logits_BTV[1:], ends, strict=True))
 
 
-def problems(row: Row) -> list[str]:
-    """What keeps a row from being accepted; see :func:`comparison.standings.problems`."""
+def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
+    """What keeps a row from being accepted; see :func:`comparison.standings.problems`.
+
+    Args:
+        row: the row.
+        others: rows of the same standings.
+    """
+    corpus = standings.PYTHON_PACKAGES if row["standings"] == standings.VERSION else standings.corpus_of(
+        others[0] if others else row)
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
                 if (place := Place.of(entry["name"])) is not None}
-    found = standings.problems(row, expected)
+    found = standings.problems(row, expected, corpus)
     if row["runs"] and not found:
         worst = prefix_difference(json.dumps(row["runs"][0]["config"]))
         if worst > PREFIX_TOLERANCE:
@@ -143,19 +155,24 @@ def draw(folder: Path) -> list[Path]:
     return write_figures(standings_figures.figures(runs, read_speeds(folder), abilities), folder / "figures")
 
 
-def add(rows: Sequence[Row], folder: Path) -> list[str]:
+def add(rows: Sequence[Row]) -> list[str]:
     """Writes the rows without problems; returns the problems of the others."""
     refused = []
-    folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        if found := problems(row):
+        folder = RESULTS / row["standings"]
+        others = [other for arm, other in rows_of(folder).items() if arm != row["row"]]
+        if found := problems(row, others):
             refused += [f"{row['row']}: {text}" for text in found]
         else:
+            folder.mkdir(parents=True, exist_ok=True)
             json_files.write(folder / f"{row['row']}.json", row)
     return refused
 
 
 def measure(options: Options, results: report.Results) -> int:
+    if options.text and (options.add is None or not options.text.replace("-", "").isalnum()):
+        raise ConfigError(f"--text {options.text}: " + (
+            "expected --add too" if options.add is None else "expected letters, digits and hyphens"))
     if options.add is not None:
         if not (runs := finished_runs(options.add)):
             raise ConfigError(f"--add {options.add}: no finished runs of studies/standings.py")
@@ -165,14 +182,14 @@ def measure(options: Options, results: report.Results) -> int:
             for rung in standings.arm_of(arm).rungs:
                 if why := standings.unfinished(rung, arm, losses):
                     note(f"{arm}: {why}; left out")
-        refused = add([standings.row_of(arm, runs) for arm in arms], FOLDER)
+        refused = add([standings.row_of(arm, runs, options.text) for arm in arms])
     else:
-        rows = [read_row(path) for path in options.check]
-        refused = add(rows, FOLDER)
+        refused = add([read_row(path) for path in options.check])
     for line in refused:
         status(line)
-    for path in draw(FOLDER):
-        print(path)
+    for folder in sorted(path for path in RESULTS.glob(f"{standings.VERSION}*") if path.is_dir()):
+        for path in draw(folder):
+            print(path)
     return int(bool(refused))
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -24,10 +24,6 @@ from training.window_losses import WindowLosses
 VERSION = "S1"
 FORMAT = 1
 RECIPE = "configs/standings.py"
-CORPUS = "ddc6b5ab8de30c1b586be3a0eef59e709d2438669c9b2b770a4428fb2d93a320"
-"""Checksum of the token files of python-packages, of bytes."""
-VAL_BYTES, VAL_TOKENS = 1_563_817, 1_563_912
-"""Bytes of text in val, and tokens: a separator for each of its 95 documents."""
 CONTEXT = 1024
 LENGTHS = (0.25, 0.5, 1.0)
 """Parts of a run at which it is annealed: 5, 10 and 20 tokens a parameter."""
@@ -42,6 +38,19 @@ START = (4e-3, 8e-3, 1.6e-2)
 """Rates tried at XS first; the grid grows by factors of two until the best is inside."""
 CARRIED = 0.5
 """The rate of a size over that of the size before: inverse to the width."""
+
+
+class Corpus(NamedTuple):
+    """The text of standings: all rows of a table have the same."""
+
+    checksum: str
+    """Of its token files."""
+    bytes_per_token: float
+    """Of the val windows of an evaluation, whose tokens are the bytes of the text and the separators of documents."""
+
+
+PYTHON_PACKAGES = Corpus("ddc6b5ab8de30c1b586be3a0eef59e709d2438669c9b2b770a4428fb2d93a320", 131_064 / 131_072)
+"""The text of S1; standings of another, S1-NAME, have that of their first row."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +152,15 @@ class Place:
     def name(self) -> str:
         return f"{self.rung}{'_check' * self.check}-{self.arm}-{self.rate:g}-seed-{self.seed}"
 
-    def variation(self) -> Variation:
-        """The run, as sweep.py starts it."""
+    def variation(self, data: Mapping[str, str] | None = None) -> Variation:
+        """The run, as sweep.py starts it, on another text if ``data`` has fields that name one."""
         arm, rung = arm_of(self.arm), RUNGS[self.rung]
         options = {**arm.options, **{name: rung.width // part for name, part in arm.of_width.items()}}
         fields = rung.fields(LENGTHS[0] if self.check else 1.0)
         evaluation = () if self.check else (
             "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--windows", "", "--by-token-class")
         return Variation(self.name, RECIPE, arm.attention, {
-            **fields, "optimizer.learning_rate": self.rate, "train.seed": self.seed,
+            **fields, **(data or {}), "optimizer.learning_rate": self.rate, "train.seed": self.seed,
             **mode_fields(arm.attention, **options)}, evaluation=evaluation)
 
 
@@ -263,7 +272,8 @@ class Row(TypedDict):
     """The file of a row."""
 
     format: Natural
-    standings: str
+    standings: FileName
+    """The version of the protocol; with another text VERSION-NAME."""
     row: FileName
     attention: str
     options: dict[str, Any]
@@ -280,20 +290,21 @@ def unfinished(rung: str, arm: str, losses: Mapping[Place, float]) -> str:
     return f"rung {rung} is not finished: {', '.join(missing)} missing" if missing else ""
 
 
-def row_of(arm: str, runs: Sequence[Run]) -> Row:
+def row_of(arm: str, runs: Sequence[Run], text: str = "") -> Row:
     """The file of a row: everything that its figures are made from, of the rungs that are finished.
 
     Args:
         arm: its name.
         runs: the runs of the arm, from their folders.
+        text: the name of the text; empty: that of S1.
     """
     losses = losses_of(runs)
     rungs = list(itertools.takewhile(lambda rung: not unfinished(rung, arm, losses), arm_of(arm).rungs))
     mine = [run for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm and place in losses
             and place.rung in rungs]
-    return {"format": FORMAT, "standings": VERSION, "row": arm, "attention": arm_of(arm).attention,
-            "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline, "rungs": rungs,
-            "runs": [_entry(run) for run in mine]}
+    return {"format": FORMAT, "standings": f"{VERSION}-{text}" if text else VERSION, "row": arm,
+            "attention": arm_of(arm).attention, "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline,
+            "rungs": rungs, "runs": [_entry(run) for run in mine]}
 
 
 def _entry(run: Run) -> Entry:
@@ -333,15 +344,27 @@ def _rounded(values: np.ndarray, digits: int = 15) -> list[float | None]:
     return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]
 
 
-def problems(row: Row, expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def corpus_of(row: Row) -> Corpus | None:
+    """The text of a row by its first finite loss; None without one."""
+    for entry in row["runs"]:
+        for loss, bits in zip(entry["val"]["loss"], entry["val"]["bits_per_byte"], strict=False):
+            if loss and bits and entry["corpus_checksum"]:
+                return Corpus(entry["corpus_checksum"], loss / math.log(2) / bits)
+    return None
+
+
+def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus | None) -> list[str]:
     """What keeps a row from being drawn as whole, in sentences; empty if nothing does.
 
     Args:
         row: as :func:`row_of` returns it.
         expected: the fields of the config of each run that this version of the protocol starts, by name.
+        corpus: the text of the standings.
     """
-    if row["standings"] != VERSION:
+    if row["standings"].partition("-")[0] != VERSION:
         return [f"the row is of standings {row['standings']}; expected {VERSION}"]
+    if corpus is None:
+        return ["it has no run with a finite loss and a corpus"]
     entries = {entry["name"]: entry for entry in row["runs"]}
     losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
               for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
@@ -350,22 +373,20 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
         found.append("a run is there twice")
     found += [f"{place.name}: it is not of the row {row['row']}" for place in losses if place.arm != row["row"]]
     for name, entry in entries.items():
-        found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name))]
+        found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name), corpus)]
     if not row["rungs"]:
         found.append(unfinished("XS", row["row"], losses))
     found += [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]
-    if len({entry["corpus_checksum"] for entry in entries.values()}) > 1:
-        found.append("its runs read several corpora")
     return found
 
 
-def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None) -> list[str]:
+def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None, corpus: Corpus) -> list[str]:
     if expected is None:
         return [f"standings {VERSION} has no such run"]
     found = []
-    if entry["corpus_checksum"] != CORPUS:
-        found.append(f"the corpus has the checksum {entry['corpus_checksum']}; expected that of python-packages, "
-                     f"{CORPUS}")
+    if entry["corpus_checksum"] != corpus.checksum:
+        found.append(f"the corpus has the checksum {entry['corpus_checksum']}; expected {corpus.checksum}, that of "
+                     f"{'python-packages' if corpus is PYTHON_PACKAGES else 'the other runs'}")
     fields = flatten(groups_of(entry["config"]))
     found += [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
               if fields.get(each) != value]
@@ -395,10 +416,10 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None)
                 found.append(f"{count:.0f} tokens at step {step:.0f}; expected {step * tokens:.0f}")
             if loss is None or not bits:  # it diverged
                 continue
-            counted = VAL_TOKENS * loss / math.log(2) / bits
-            if abs(counted - VAL_BYTES) > 0.5:
-                found.append(f"bits per byte at step {step:.0f} count {counted:,.0f} bytes of val; expected "
-                             f"{VAL_BYTES:,}")
+            counted = loss / math.log(2) / bits
+            if not math.isclose(counted, corpus.bytes_per_token, rel_tol=1e-9):
+                found.append(f"bits per byte at step {step:.0f} count {counted:.10f} bytes of val for a token; "
+                             f"expected {corpus.bytes_per_token:.10f}")
         clock = lines["train_seconds"]
         if any(after <= before for before, after in itertools.pairwise(clock)) or min(clock, default=1) <= 0:
             found.append("its clock runs backwards")
@@ -413,10 +434,10 @@ def runs_of(row: Row) -> list[Run]:
 def _run_of(entry: Entry) -> Run:
     environment: dict[str, Any] = {name: entry[name] for name in (
         "commit", "command", "devices", "processor", "versions", "corpus_checksum", "parameters")}
-    windows = {("python-packages", int(context), one["checksum"]): WindowLosses(
+    windows = {("val", int(context), one["checksum"]): WindowLosses(
         np.array(one["loss"]) * int(context), np.full(len(one["loss"]), int(context)))
         for context, one in entry["windows"].items()}
-    evaluations = [{"corpus": "python-packages"} | one for one in entry["evaluations"]]
+    evaluations = [{"corpus": "val"} | one for one in entry["evaluations"]]
     return Run(entry["name"], Path(entry["name"]), entry["config"], environment, Curve(), _curve(entry["val"]),
                evaluations=evaluations, window_losses=windows, annealed=_curve(entry["annealed"]))
 

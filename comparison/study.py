@@ -5,9 +5,9 @@
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
                              and a third, for lines that sweep.py prints: notes(quick: bool) -> Sequence[str]
                              get_runs may take rows, other attentions than its own: get_runs(quick, rows=None);
-                             rungs, those of a ladder of sizes; data_dir, a folder of data; and finished, the finished
-                             runs of OUT, for runs that follow from the results of others, such as more seeds at the
-                             best learning rate
+                             rungs, those of a ladder of sizes; data_dir, a folder of data; data_source, a corpus; and
+                             finished, the finished runs of OUT, for runs that follow from the results of others, such
+                             as more seeds at the best learning rate
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -36,7 +36,8 @@ ROOT = Path(__file__).absolute().parent.parent
 """Base of relative paths of studies and recipes that the working folder lacks."""
 FORMAT = 1
 """Format number of ``study.json`` and ``run.json``: increment it for incompatible changes."""
-PARTS = {"rows": "its own attentions", "rungs": "no ladder of sizes", "data_dir": "its own data"}
+PARTS = {"rows": "its own attentions", "rungs": "no ladder of sizes"} | dict.fromkeys(
+    ("data_dir", "data_source"), "its own data")
 """What a study has that does not take a part."""
 RECORD = "study.json"
 FIGURES = "figures"
@@ -146,7 +147,8 @@ class Study:
         Args:
             quick: whether of the quick form.
             finished: the finished runs of the output folder, for a study that follows results.
-            **part: ``rows``, attentions in place of the study's own, ``rungs`` of its ladder of sizes, or ``data_dir``.
+            **part: ``rows``, attentions in place of the study's own, ``rungs`` of its ladder of sizes, ``data_dir`` or
+                ``data_source``.
 
         Raises:
             ConfigError: ``get_runs`` fails, does not take the part, or returns no runs, duplicate names, or a name that

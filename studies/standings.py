@@ -3,10 +3,12 @@
     python sweep.py studies/standings.py --out runs/s1 --quick
     python sweep.py studies/standings.py --out runs/s1 --rows kda --rungs XS,S
     python sweep.py studies/standings.py --out runs/s1
+    python sweep.py studies/standings.py --out runs/s1-books --data.dir data/corpus/books
 
 docs/standings.md has the protocol: models of three sizes on Python code, each at its best learning rate, with seeds.
 ``--rows`` takes arms of comparison/standings.py, or modes; ``--rungs`` the sizes. Rates are searched first, and the
-other runs follow from them. The quick form has 60 steps of XS for three arms, which says nothing but that they run.
+other runs follow from them. ``--data.dir``, a folder of token files, or ``--data.source`` gives standings of another
+text, S1-NAME. The quick form has 60 steps of XS for three arms, which says nothing but that they run.
 """
 
 from collections.abc import Sequence
@@ -24,12 +26,15 @@ QUICK_FIELDS = {"train.steps": 60, "train.eval_every": 30, "train.eval_batches":
 
 
 def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str] | None = None,
+             data_dir: str | None = None, data_source: str | None = None,
              finished: Sequence[Run] = ()) -> list[Variation]:
+    data = {name: value for name, value in {"data.dir": data_dir, "data.source": data_source}.items()
+            if value is not None}
     if quick:
-        runs = [Place("XS", arm, standings.START[1], 0).variation() for arm in rows or QUICK]
+        runs = [Place("XS", arm, standings.START[1], 0).variation(data) for arm in rows or QUICK]
         return [Variation(run.name, run.recipe, run.attention, {**run.fields, **QUICK_FIELDS}) for run in runs]
-    return [place.variation() for place in standings.places(rows or standings.ARMS, rungs or [*RUNGS],
-                                                            standings.losses_of(finished))]
+    return [place.variation(data) for place in standings.places(rows or standings.ARMS, rungs or [*RUNGS],
+                                                                standings.losses_of(finished))]
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:

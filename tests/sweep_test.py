@@ -302,14 +302,20 @@ def test_parts_of_a_study_share_a_folder(made: SweptStudy, capsys):
     assert [run["name"] for run in json.loads((made.out / "study.json").read_text())["runs"]] == RUNS
     assert made.sweep("--rungs", "1e-2", "--commands", made.folder / "lines.txt") == 0
     assert "--rungs 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
-    made.change("rungs=None", "data_dir=None")
-    made.change("rungs or ", "data_dir and (data_dir,) or ")
-    assert made.sweep("--data.dir", "1e-2", "--commands", made.folder / "lines.txt") == 0
-    assert "--data.dir 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
-    made.change("data_dir=None", "rows=None")
-    made.change("data_dir and (data_dir,) or ", "")
-    assert "has its own data; expected a study with get_runs(quick, data_dir=None) (--data.dir)" in (
-        made.refused(capsys, "--data.dir", "1e-2"))
+    before = "rungs"
+    for name in ("data_dir", "data_source"):
+        flag = "--" + name.replace("_", ".")
+        made.change(f"{before}=None", f"{name}=None")
+        made.change("rungs or " if before == "rungs" else f"{before} and ({before},) or ", f"{name} and ({name},) or ")
+        assert made.sweep(flag, "1e-2", "--commands", made.folder / "lines.txt") == 0
+        assert f"{flag} 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
+        before = name
+    made.change("data_source=None", "rows=None")
+    made.change("data_source and (data_source,) or ", "")
+    for name in ("data_dir", "data_source"):
+        flag = "--" + name.replace("_", ".")
+        assert f"has its own data; expected a study with get_runs(quick, {name}=None) ({flag})" in (
+            made.refused(capsys, flag, "1e-2"))
     assert "rungs: " in (message := made.refused(capsys, "--rungs", "1e-2"))
     assert "has no ladder of sizes; expected a study with get_runs(quick, rungs=None)" in message
 

@@ -36,13 +36,13 @@ def run_of(place: Place) -> Run:
     flops = ends * tokens * 6.0 * rung.parameters
     loss = np.array([loss_of(place, each) for each in flops])
     lines = {"step": ends, "tokens": ends * tokens, "flops": flops, "train_seconds": ends * 0.1, "loss": loss,
-             "bits_per_byte": loss / math.log(2) * standings.VAL_TOKENS / standings.VAL_BYTES}
+             "bits_per_byte": loss / math.log(2) / standings.PYTHON_PACKAGES.bytes_per_token}
     end, before = ({name: values[part] for name, values in lines.items()} for part in (slice(-1, None), slice(0, -1)))
     windows = loss[-1] + 0.2 * np.sin(np.arange(standings.WINDOWS))
     tokens_N = np.full(standings.WINDOWS, standings.CONTEXT)
     return Run(place.name, Path(place.name), config, {
-        "corpus_checksum": standings.CORPUS, "parameters": rung.parameters + 257 * rung.width, "commit": "c0ffee",
-        "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
+        "corpus_checksum": standings.PYTHON_PACKAGES.checksum, "parameters": rung.parameters + 257 * rung.width,
+        "commit": "c0ffee", "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
         "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
         Curve(), Curve(end, end, 1), evaluations=[
             {"corpus": "c", "context": context, "loss": float(loss[-1])} | ({"token_classes": [
