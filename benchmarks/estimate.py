@@ -178,12 +178,14 @@ def estimate_devices(config: Config, vocabulary: int, device: Target | None, opt
 def estimate_call(call: Call, device: Target, options: Options) -> Estimate:
     status("compiling …")
     found = estimate(device, trace_call(device, call), RATES[options.card])
-    passes, least = found["bytes"] / call.q_bytes, LEAST_PASSES * call.q_bytes
+    least = LEAST_PASSES * call.q_bytes
     limit = 1e3 * RATES[options.card].limit(least, 0)
-    over_memory = f", {passes:.1f} passes over memory, each of {call.q_bytes / 1e6:,.1f} MB, the size of q"
-    return [f"bfloat16: {found['ms']:,.3f} ms, {counted(found, options)}{'' if is_tpu(options) else over_memory}",
-            f"limit: {limit:,.3f} ms, {LEAST_PASSES} passes"
-            ], {"passes": passes, "limit": {"bytes": least, "ms": limit}, **found}
+    line, more = f"bfloat16: {found['ms']:,.3f} ms, {counted(found, options)}", {}
+    if not is_tpu(options):  # of a TPU's program only the bytes of kernels are known
+        more = {"passes": found["bytes"] / call.q_bytes}
+        line += f", {more['passes']:.1f} passes over memory, each of {call.q_bytes / 1e6:,.1f} MB, the size of q"
+    return [line, f"limit: {limit:,.3f} ms, {LEAST_PASSES} passes over memory"
+            ], {**more, "limit": {"bytes": least, "ms": limit}, **found}
 
 
 def estimate_program(config: Config, vocabulary: int, device: Target, options: Options) -> Estimate:

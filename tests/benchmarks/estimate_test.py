@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from benchmarks import estimate
-from compilation import cards, cost, target
+from compilation import cards, cost, target, tpu
 from compilation.launches import Launch, Work
 from configs.schema import Config, MeshConfig, TrainConfig
 from kernels import embedding
@@ -55,6 +55,13 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     printed = capsys.readouterr().out
     assert "0.030 ms, 10 launches, 0.0 passes over memory" in printed
     assert "11 passes" in printed
+    monkeypatch.setattr(tpu, "can_compile", lambda: True)
+    monkeypatch.setattr(estimate, "Tpu", lambda card: Namespace(kind=card))
+    monkeypatch.setattr(tpu, "find_python", lambda: sys.executable)
+    monkeypatch.setattr(estimate, "estimate", _fake({"kernel": Work(819 * 10**5, 0, 0)}))
+    assert estimate.main(["--kernel", "linear_attention:2,64,4,32", "--card", "v5e", "--json", str(path)]) == 0
+    assert "1.000 ms, 10 instructions\n" in capsys.readouterr().out
+    assert "passes" not in json.loads(path.read_text())
 
 
 @pytest.mark.fast
