@@ -27,10 +27,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from comparison import standings, standings_figures
+from comparison import standings, standings_figures, standings_rows
 from comparison.figures import read_figures, write_figures
 from comparison.runs import Run
-from comparison.standings import Place, Row
+from comparison.standings import Place
+from comparison.standings_rows import Row
 from comparison.study import finished_runs
 from configs.schema import Config, flatten, groups_of
 from models import gpt
@@ -100,17 +101,17 @@ def prefix_difference(config: str) -> float:
 
 
 def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
-    """What keeps a row from being accepted; see :func:`comparison.standings.problems`.
+    """What keeps a row from being accepted; see :func:`comparison.standings_rows.problems`.
 
     Args:
         row: the row.
         others: rows of the same standings.
     """
-    corpus = standings.PYTHON_PACKAGES if row["standings"] == standings.VERSION else standings.corpus_of(
+    corpus = standings.PYTHON_PACKAGES if row["standings"] == standings.VERSION else standings_rows.corpus_of(
         others[0] if others else row)
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
                 if (place := Place.of(entry["name"])) is not None}
-    found = standings.problems(row, expected, corpus)
+    found = standings_rows.problems(row, expected, corpus)
     if row["runs"] and not found:
         worst = prefix_difference(json.dumps(row["runs"][0]["config"]))
         if worst > PREFIX_TOLERANCE:
@@ -125,8 +126,8 @@ def read_row(path: Path) -> Row:
         LineargptError: it is damaged, or of another format.
     """
     row: Any = json_files.read(path, Row)
-    if row["format"] != standings.FORMAT:
-        raise LineargptError(f"{path}: format {row['format']}; this version of lineargpt reads {standings.FORMAT}")
+    if row["format"] != standings_rows.FORMAT:
+        raise LineargptError(f"{path}: format {row['format']}; this version of lineargpt reads {standings_rows.FORMAT}")
     return row
 
 
@@ -148,7 +149,7 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
 
 def draw(folder: Path) -> list[Path]:
     """Figures and tables of all rows of a folder, from their files alone."""
-    runs: list[Run] = [run for row in rows_of(folder).values() for run in standings.runs_of(row)]
+    runs: list[Run] = [run for row in rows_of(folder).values() for run in standings_rows.runs_of(row)]
     if not runs:
         return []
     abilities = next((figure for figure in read_figures(ABILITIES) if figure.name == "abilities"), None)
@@ -182,7 +183,7 @@ def measure(options: Options, results: report.Results) -> int:
             for rung in standings.arm_of(arm).rungs:
                 if why := standings.unfinished(rung, arm, losses):
                     note(f"{arm}: {why}; left out")
-        refused = add([standings.row_of(arm, runs, options.text) for arm in arms])
+        refused = add([standings_rows.row_of(arm, runs, options.text) for arm in arms])
     else:
         refused = add([read_row(path) for path in options.check])
     for line in refused:

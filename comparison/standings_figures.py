@@ -18,7 +18,8 @@ from comparison.scaling import (
     fit,
     trend,
 )
-from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rate, losses_of, state_bytes
+from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rate, losses_of
+from comparison.standings_rows import state_bytes
 from comparison.statistics import mean_interval
 from comparison.wording import interval_text, number_text, significance
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import standings as command
 from benchmarks import standings_speeds
-from comparison import standings, standings_figures
+from comparison import standings, standings_figures, standings_rows
 from comparison.standings import Place
 from comparison.study import load_study
 from models.attention import gated
@@ -24,7 +24,7 @@ from training.step import abstract_model
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Any]:
     """The row of gated_delta, at all rungs."""
-    return standings.row_of("gated_delta", all_runs(("gated_delta",)))
+    return standings_rows.row_of("gated_delta", all_runs(("gated_delta",)))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_seed_that_diverged_stays_in(row):
     for name in ("loss", "bits_per_byte"):
         entry(row)["val"][name][-1] = None
     assert command.problems(row) == []
-    found = {figure.name: figure for figure in standings_figures.figures(standings.runs_of(row))}
+    found = {figure.name: figure for figure in standings_figures.figures(standings_rows.runs_of(row))}
     (cells,) = found["rung-S"].rows
     assert cells[-1] == "3"
     assert cells[3] == "not finite"
@@ -103,7 +103,7 @@ def test_an_attention_that_sees_one_token_ahead_is_found(monkeypatch):
         ahead_BTHD = jnp.concatenate([v_BTHD[:, 1:], v_BTHD[:, :1]], axis=1)
         return honest(self, q_BTHD, k_BTHD, v_BTHD, **others) + 0.01 * ahead_BTHD
 
-    row = standings.row_of("gated", all_runs(("gated",)))
+    row = standings_rows.row_of("gated", all_runs(("gated",)))
     command.prefix_difference.cache_clear()
     assert command.problems(row) == []
     monkeypatch.setattr(gated.Attention, "mix", leak)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from comparison import standings
+from comparison import standings, standings_rows
 from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
@@ -157,11 +157,11 @@ def test_fits_need_three_sizes(runs):
 
 def test_a_row_keeps_all_that_the_figures_need(runs):
     again = [run for arm in ("softmax-parts", "gated_delta", "kda")
-             for run in standings.runs_of(standings.row_of(arm, runs))]
+             for run in standings_rows.runs_of(standings_rows.row_of(arm, runs))]
     assert [(figure.name, figure.rows) for figure in figures(again)] == [
         (figure.name, figure.rows) for figure in figures(runs)]
 
 
 def test_a_row_has_no_path_of_a_machine():
-    row = standings.row_of("kda", all_runs(("kda",), ("XS",)))
+    row = standings_rows.row_of("kda", all_runs(("kda",), ("XS",)))
     assert [entry["command"] for entry in row["runs"]] == [["train.py", "--x"]] * 5

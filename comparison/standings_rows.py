@@ -1,0 +1,230 @@
+"""The file of a row of the standings: everything that its figures are made from, and what keeps it from being drawn."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+from comparison.curves import Curve
+from comparison.runs import Run
+from comparison.standings import (
+    CONTEXT,
+    LONGER,
+    PYTHON_PACKAGES,
+    VERSION,
+    WINDOWS,
+    Corpus,
+    Place,
+    arm_of,
+    losses_of,
+    unfinished,
+)
+from configs.schema import flatten, groups_of
+from support.json_files import FileName, Natural
+from training.window_losses import WindowLosses
+
+FORMAT = 1
+
+
+class Lines(TypedDict):
+    """Val lines; null for a loss that is not finite."""
+
+    step: list[float]
+    tokens: list[float]
+    flops: list[float]
+    train_seconds: list[float]
+    loss: list[float | None]
+    bits_per_byte: list[float | None]
+
+
+class Entry(TypedDict):
+    """A run in the file of a row."""
+
+    name: str
+    config: dict[str, Any]
+    commit: str | None
+    command: list[str]
+    devices: list[str] | None
+    processor: str | None
+    versions: dict[str, str] | None
+    corpus_checksum: str | None
+    parameters: Natural
+    state_bytes: Natural | None
+    val: Lines
+    annealed: Lines
+    evaluations: list[dict[str, Any]]
+    windows: dict[str, dict[str, Any]]
+
+
+class Row(TypedDict):
+    """The file of a row."""
+
+    format: Natural
+    standings: FileName
+    """The version of the protocol; with another text VERSION-NAME."""
+    row: FileName
+    attention: str
+    options: dict[str, Any]
+    baseline: str
+    rungs: list[str]
+    runs: list[Entry]
+
+
+def row_of(arm: str, runs: Sequence[Run], text: str = "") -> Row:
+    """The file of a row: everything that its figures are made from, of the rungs that are finished.
+
+    Args:
+        arm: its name.
+        runs: the runs of the arm, from their folders.
+        text: the name of the text; empty: that of S1.
+    """
+    losses = losses_of(runs)
+    rungs = list(itertools.takewhile(lambda rung: not unfinished(rung, arm, losses), arm_of(arm).rungs))
+    mine = [run for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm and place in losses
+            and place.rung in rungs]
+    return {"format": FORMAT, "standings": f"{VERSION}-{text}" if text else VERSION, "row": arm,
+            "attention": arm_of(arm).attention, "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline,
+            "rungs": rungs, "runs": [_entry(run) for run in mine]}
+
+
+def _entry(run: Run) -> Entry:
+    environment = run.environment
+    evaluations = [{"context": one["context"], "loss": one["loss"]} | (
+        {"token_classes": one["token_classes"]} if one["context"] == CONTEXT and "token_classes" in one else {})
+        for one in run.evaluations]
+    windows = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
+               for (_, context, checksum), each in run.window_losses.items()}
+    command = [str(word) for word in environment.get("command") or ()]
+    if "--run-dir" in command:  # a path of one machine
+        del command[command.index("--run-dir"):command.index("--run-dir") + 2]
+    return {
+        "name": run.name, "config": run.config, "commit": environment.get("commit"), "command": command,
+        "devices": environment.get("devices"), "processor": environment.get("processor"),
+        "versions": environment.get("versions"),
+        "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment["parameters"],
+        "state_bytes": state_bytes(run), "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
+        "evaluations": evaluations, "windows": windows}
+
+
+def state_bytes(run: Run) -> int | None:
+    """Bytes that decoding keeps after ``CONTEXT`` tokens; None for an attention without a cached decode."""
+    try:
+        return run.state_bytes
+    except NotImplementedError:
+        return None
+
+
+def _lines(points: Mapping[str, np.ndarray]) -> Lines:
+    lines: Any = {name: _rounded(points.get(name, np.full(len(points.get("step", ())), np.nan)))
+                  for name in Lines.__annotations__}
+    return lines
+
+
+def _rounded(values: np.ndarray, digits: int = 15) -> list[float | None]:
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]
+
+
+def corpus_of(row: Row) -> Corpus | None:
+    """The text of a row by its first finite loss; None without one."""
+    for entry in row["runs"]:
+        for loss, bits in zip(entry["val"]["loss"], entry["val"]["bits_per_byte"], strict=False):
+            if loss and bits and entry["corpus_checksum"]:
+                return Corpus(entry["corpus_checksum"], loss / math.log(2) / bits)
+    return None
+
+
+def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus | None) -> list[str]:
+    """What keeps a row from being drawn as whole, in sentences; empty if nothing does.
+
+    Args:
+        row: as :func:`row_of` returns it.
+        expected: the fields of the config of each run that this version of the protocol starts, by name.
+        corpus: the text of the standings.
+    """
+    if row["standings"].partition("-")[0] != VERSION:
+        return [f"the row is of standings {row['standings']}; expected {VERSION}"]
+    if corpus is None:
+        return ["it has no run with a finite loss and a corpus"]
+    entries = {entry["name"]: entry for entry in row["runs"]}
+    losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
+              for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
+    found = []
+    if len(entries) < len(row["runs"]):
+        found.append("a run is there twice")
+    found += [f"{place.name}: it is not of the row {row['row']}" for place in losses if place.arm != row["row"]]
+    for name, entry in entries.items():
+        found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name), corpus)]
+    if not row["rungs"]:
+        found.append(unfinished("XS", row["row"], losses))
+    found += [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]
+    return found
+
+
+def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None, corpus: Corpus) -> list[str]:
+    if expected is None:
+        return [f"standings {VERSION} has no such run"]
+    found = []
+    if entry["corpus_checksum"] != corpus.checksum:
+        found.append(f"the corpus has the checksum {entry['corpus_checksum']}; expected {corpus.checksum}, that of "
+                     f"{'python-packages' if corpus is PYTHON_PACKAGES else 'the other runs'}")
+    fields = flatten(groups_of(entry["config"]))
+    found += [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
+              if fields.get(each) != value]
+    place = Place.of(name)
+    if place is not None and not place.check:
+        contexts = {one["context"] for one in entry["evaluations"]}
+        found += [f"its evaluation at {context:,} tokens is missing" for context in (CONTEXT, *LONGER)
+                  if context not in contexts]
+        windows = len(entry["windows"].get(str(CONTEXT), {}).get("loss", ()))
+        if windows != WINDOWS:
+            found.append(f"it has the losses of {windows} val windows; expected {WINDOWS}")
+    val, annealed = entry["val"], entry["annealed"]
+    steps = expected["train.steps"]
+    if max(val["step"], default=0) != steps:
+        found.append(f"it ends at step {max(val['step'], default=0):.0f}; expected {steps}")
+    wanted = [round(steps * part) for part in expected["train.anneal_at"][:-1]]
+    if [*map(int, annealed["step"])] != wanted:
+        found.append(f"its annealed points are at steps {annealed['step']}; expected {wanted}")
+    tokens = expected["train.batch_size"] * expected["model.context"]
+    for lines in (val, annealed):
+        if len({len(lines[column]) for column in Lines.__annotations__}) > 1:
+            found.append("its lines are not whole")
+            continue
+        for step, count, loss, bits in zip(lines["step"], lines["tokens"], lines["loss"], lines["bits_per_byte"],
+                                           strict=True):
+            if count != step * tokens:
+                found.append(f"{count:.0f} tokens at step {step:.0f}; expected {step * tokens:.0f}")
+            if loss is None or not bits:  # it diverged
+                continue
+            counted = loss / math.log(2) / bits
+            if not math.isclose(counted, corpus.bytes_per_token, rel_tol=1e-9):
+                found.append(f"bits per byte at step {step:.0f} count {counted:.10f} bytes of val for a token; "
+                             f"expected {corpus.bytes_per_token:.10f}")
+        clock = lines["train_seconds"]
+        if any(after <= before for before, after in itertools.pairwise(clock)) or min(clock, default=1) <= 0:
+            found.append("its clock runs backwards")
+    return found
+
+
+def runs_of(row: Row) -> list[Run]:
+    """The runs of a row's file, as those of their folders but for the train lines and the text of the tokens."""
+    return [_run_of(entry) for entry in row["runs"]]
+
+
+def _run_of(entry: Entry) -> Run:
+    environment: dict[str, Any] = {name: entry[name] for name in (
+        "commit", "command", "devices", "processor", "versions", "corpus_checksum", "parameters")}
+    windows = {("val", int(context), one["checksum"]): WindowLosses(
+        np.array(one["loss"]) * int(context), np.full(len(one["loss"]), int(context)))
+        for context, one in entry["windows"].items()}
+    evaluations = [{"corpus": "val"} | one for one in entry["evaluations"]]
+    return Run(entry["name"], Path(entry["name"]), entry["config"], environment, Curve(), _curve(entry["val"]),
+               evaluations=evaluations, window_losses=windows, annealed=_curve(entry["annealed"]))
+
+
+def _curve(lines: Lines) -> Curve:
+    points = {name: np.array(values, float) for name, values in lines.items()}
+    return Curve(points, points, len(lines["loss"])) if lines["loss"] else Curve()
