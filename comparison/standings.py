@@ -115,9 +115,10 @@ ARMS: dict[str, Arm] = {
 VARIANTS: dict[str, Arm] = {
     "kda-equal": Arm("kda", of_width={"rank": 4}),
     "window-equal": Arm("window", PARTS | {"window": 32}),
+    "chunked-parts": Arm("chunked", PARTS),
 }
-"""kda with the parameters of gated_delta, to a thousandth, and softmax over a window with the state of the
-recurrences."""
+"""kda with the parameters of gated_delta, to a thousandth; softmax over a window with the state of the recurrences; and
+linear attention with their small parts."""
 _NAME = re.compile(r"(?P<rung>[A-Z]+)(?P<check>_check)?-(?P<arm>.+?)-(?P<rate>\d[\d.]*(e-\d+)?)-seed-(?P<seed>\d+)")
 
 
