@@ -33,6 +33,7 @@ from comparison.runs import Run
 from comparison.standings import Place
 from comparison.standings_rows import Row
 from comparison.study import finished_runs
+from configs import schema
 from configs.schema import Config, flatten, groups_of
 from models import gpt
 from support import json_files
@@ -86,9 +87,9 @@ def prefix_difference(config: str) -> float:
     A causal attention gives 0 but for rounding. The tokens differ behind places inside of chunks and at their ends.
 
     Args:
-        config: contents of a ``config.json`` as JSON text.
+        config: its groups as JSON text.
     """
-    whole = Config.from_dict(json.loads(config))
+    whole = Config.from_dict({"format": schema.FORMAT} | json.loads(config))
     in_float32 = gpt.resolve_config(dataclasses.replace(whole.model, dtype="float32"))
     model = make_model(dataclasses.replace(whole, model=in_float32), 257)
     rng, ends = np.random.default_rng(0), (1, 63, 64, 129, 200, 319)

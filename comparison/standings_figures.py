@@ -134,7 +134,7 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
         losses = [float(run.val.points["loss"][-1]) for run in runs]
         interval = mean_interval(losses) if np.isfinite(losses).all() else None
-        longer = [_at_context(runs, context) for context in LONGER]
+        by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
         rows.append((_loss(runs), (
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
             _number(_loss(runs)) + ("" if interval is None else f" ({interval_text(interval)})"),
@@ -145,12 +145,12 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
             _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
                 arm, _gain_in_time(arm, rung, found, speeds)),
             "–" if (equal := _at_equal_time(arm, rung, found, speeds)) is None else number_text(equal),
-            *("–" if each is None else number_text(each) for each in longer),
+            *("–" if each is None else number_text(each) for each in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss", Axis(""), "", (), (
         "attention", "softmax with the same parts", "parameters", "val loss", "bits per byte", "minus softmax",
         "95 % interval", "", "gain in FLOPs", "gain in seconds", "loss at softmax's time",
-        *(f"at {context:,} tokens" for context in LONGER), f"state at {CONTEXT:,}, KiB", "seeds"),
+        *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)), f"state at {CONTEXT:,}, KiB", "seeds"),
         tuple(row for _, row in sorted(rows, key=lambda row: (np.isnan(row[0]), *row))))
 
 
@@ -205,9 +205,9 @@ def _classes(found: Standing) -> list[Figure]:
 
 
 def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
-    """Share and loss of each class, by partition; empty without eval.py --by-token-class."""
+    """Share and loss of each class at ``CONTEXT``, by partition; empty without eval.py --by-token-class."""
     return {one["partition"]: {each["class"]: (each["share"], each["loss"]) for each in one["classes"]}
-            for entry in run.evaluations for one in entry.get("token_classes", ())}
+            for entry in run.evaluations if entry["context"] == CONTEXT for one in entry.get("token_classes", ())}
 
 
 def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
@@ -251,7 +251,7 @@ def _trends(found: Standing) -> list[Figure]:
         if change is not None:
             rows.append((arm, arm_of(arm).baseline, number_text(change.slope),
                          "–" if change.interval is None else interval_text(change.interval), change.verdict))
-    if not lines:
+    if not any(len(line.points) > 1 for line in lines):
         return []
     return [Figure("gap-against-size", "Loss minus that of softmax with the same parts, by size",
                    Axis("parameters outside of the embedding", "log"), "difference in val loss (nats per token)",

@@ -22,7 +22,7 @@ from comparison.standings import (
     losses_of,
     unfinished,
 )
-from configs.schema import flatten, groups_of
+from configs.schema import flatten
 from support.json_files import FileName, Natural
 from training.window_losses import WindowLosses
 
@@ -45,6 +45,7 @@ class Entry(TypedDict):
 
     name: str
     config: dict[str, Any]
+    """Its groups, as :func:`configs.schema.groups_of` returns them."""
     commit: str | None
     command: list[str]
     devices: list[str] | None
@@ -170,7 +171,7 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None,
     if entry["corpus_checksum"] != corpus.checksum:
         found.append(f"the corpus has the checksum {entry['corpus_checksum']}; expected {corpus.checksum}, that of "
                      f"{'python-packages' if corpus is PYTHON_PACKAGES else 'the other runs'}")
-    fields = flatten(groups_of(entry["config"]))
+    fields = flatten(entry["config"])
     found += [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
               if fields.get(each) != value]
     place = Place.of(name)

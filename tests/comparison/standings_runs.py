@@ -12,6 +12,7 @@ from comparison import standings
 from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import RUNGS, Place
+from configs.schema import groups_of
 from training.window_losses import WindowLosses
 
 BEST = {"softmax": 0.016, "softmax-parts": 0.008, "gated_delta": 0.008, "kda": 0.008,
@@ -30,7 +31,7 @@ def loss_of(place: Place, flops: float) -> float:
 
 
 def run_of(place: Place) -> Run:
-    config, rung = protocol_config(place).to_dict(), RUNGS[place.rung]
+    config, rung = groups_of(protocol_config(place).to_dict()), RUNGS[place.rung]
     steps, tokens = config["train"]["steps"], rung.rows * standings.CONTEXT
     ends = np.array([round(steps * part) for part in config["train"]["anneal_at"]], float)
     flops = ends * tokens * 6.0 * rung.parameters
@@ -45,10 +46,10 @@ def run_of(place: Place) -> Run:
         "commit": "c0ffee", "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
         "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
         Curve(), Curve(end, end, 1), evaluations=[
-            {"corpus": "c", "context": context, "loss": float(loss[-1])} | ({"token_classes": [
+            {"corpus": "c", "context": context, "loss": float(loss[-1]), "token_classes": [
                 {"partition": "repeats of 4 tokens", "classes": [
-                    {"class": "first", "share": 0.75, "loss": float(loss[-1]) + 0.1},
-                    {"class": "repeat", "share": 0.25, "loss": float(loss[-1]) - 0.3}]}]} if context == 1024 else {})
+                    {"class": "first", "share": 0.75, "loss": float(loss[-1]) * context / 1024 + 0.1},
+                    {"class": "repeat", "share": 0.25, "loss": float(loss[-1]) * context / 1024 - 0.3}]}]}
             for context in (standings.CONTEXT, *standings.LONGER)],
         window_losses={("c", standings.CONTEXT, "ab"): WindowLosses(windows * tokens_N, tokens_N)},
         annealed=Curve(before, before, len(ends) - 1) if len(ends) > 1 else Curve())
