@@ -50,8 +50,8 @@ SPEEDS = "speeds.json"
 """File of benchmarks.standings_speeds."""
 FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify", "train.accumulate",
         "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
-"""Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. The
-text has a checksum."""
+"""Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. A
+checksum tells whether the text is the same."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -172,9 +172,10 @@ def add(rows: Sequence[Row]) -> list[str]:
 
 
 def measure(options: Options, results: report.Results) -> int:
-    if options.text and (options.add is None or not options.text.replace("-", "").isalnum()):
-        raise ConfigError(f"--text {options.text}: " + (
-            "expected --add too" if options.add is None else "expected letters, digits and hyphens"))
+    if options.text and options.add is None:
+        raise ConfigError(f"--text {options.text}: expected --add too")
+    if options.text and not options.text.replace("-", "").isalnum():
+        raise ConfigError(f"--text {options.text}: expected letters, digits and hyphens")
     if options.add is not None:
         if not (runs := finished_runs(options.add)):
             raise ConfigError(f"--add {options.add}: no finished runs of studies/standings.py")

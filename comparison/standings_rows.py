@@ -99,10 +99,12 @@ def _entry(run: Run) -> Entry:
     windows = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
                for (_, context, checksum), each in run.window_losses.items()}
     command = [str(word) for word in environment.get("command") or ()]
-    if "--run-dir" in command:  # a path of one machine
-        del command[command.index("--run-dir"):command.index("--run-dir") + 2]
+    for flag in ("--run-dir", "--data.dir"):  # paths of one machine
+        if flag in command:
+            del command[command.index(flag):command.index(flag) + 2]
+    config = run.config | {"data": run.config["data"] | {"dir": None}}
     return {
-        "name": run.name, "config": run.config, "commit": environment.get("commit"), "command": command,
+        "name": run.name, "config": config, "commit": environment.get("commit"), "command": command,
         "devices": environment.get("devices"), "processor": environment.get("processor"),
         "versions": environment.get("versions"),
         "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment["parameters"],

@@ -44,9 +44,9 @@ def run_of(place: Place) -> Run:
     return Run(place.name, Path(place.name), config, {
         "corpus_checksum": standings.PYTHON_PACKAGES.checksum, "parameters": rung.parameters + 257 * rung.width,
         "commit": "c0ffee", "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
-        "command": ["train.py", "--run-dir", "/somewhere", "--x"]},
+        "command": ["train.py", "--run-dir", "/somewhere", "--data.dir", "/here", "--x"]},
         Curve(), Curve(end, end, 1), evaluations=[
-            {"corpus": "c", "context": context, "loss": float(loss[-1]), "token_classes": [
+            {"corpus": "c", "context": context, "loss": float(loss[-1]) * context / 1024, "token_classes": [
                 {"partition": "repeats of 4 tokens", "classes": [
                     {"class": "first", "share": 0.75, "loss": float(loss[-1]) * context / 1024 + 0.1},
                     {"class": "repeat", "share": 0.25, "loss": float(loss[-1]) * context / 1024 - 0.3}]}]}

@@ -155,6 +155,14 @@ def test_fits_need_three_sizes(runs):
     assert "fits" not in {figure.name for figure in figures(two)}
 
 
+def test_one_size_has_no_picture_of_sizes_and_losses_by_context_are_of_the_same_tokens(runs):
+    one = {figure.name: figure for figure in figures([run for run in runs if run.name.startswith("XS")])}
+    assert "gap-against-size" not in one
+    cells = dict(zip(one["rung-XS"].headings, one["rung-XS"].rows[0], strict=True))
+    at = [float(cells[f"at {context} tokens"]) for context in ("1,024", "4,096", "16,384")]
+    assert at == pytest.approx([at[0], 4 * at[0], 16 * at[0]], rel=1e-3)
+
+
 def test_a_row_keeps_all_that_the_figures_need(runs):
     again = [run for arm in ("softmax-parts", "gated_delta", "kda")
              for run in standings_rows.runs_of(standings_rows.row_of(arm, runs))]
@@ -163,5 +171,9 @@ def test_a_row_keeps_all_that_the_figures_need(runs):
 
 
 def test_a_row_has_no_path_of_a_machine():
-    row = standings_rows.row_of("kda", all_runs(("kda",), ("XS",)))
+    runs = all_runs(("kda",), ("XS",))
+    for run in runs:
+        run.config["data"]["dir"] = "/here"
+    row = standings_rows.row_of("kda", runs)
+    assert {entry["config"]["data"]["dir"] for entry in row["runs"]} == {None}
     assert [entry["command"] for entry in row["runs"]] == [["train.py", "--x"]] * 5
