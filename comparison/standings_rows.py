@@ -150,7 +150,7 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus
     if row["standings"].partition("-")[0] != VERSION:
         return [f"the row is of standings {row['standings']}; expected {VERSION}"]
     if corpus is None:
-        return ["it has no run with a finite loss and a corpus"]
+        return ["it has no finished rung with a finite loss"]
     entries = {entry["name"]: entry for entry in row["runs"]}
     losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
               for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}

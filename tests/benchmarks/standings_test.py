@@ -195,6 +195,8 @@ def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, tmp_path:
     for flags, message in ((("--text", "../books"), "expected letters, digits and hyphens"),
                            (("--text", ""), "the corpus has the checksum")):
         assert message in add("gated_delta", *flags)[1]
+    del runs["gated_delta"][0]
+    assert "it has no finished rung with a finite loss" in add("gated_delta", "--text", "others")[1]
     assert command.main(["--text", "books"]) == 2
     assert "expected --add too" in capsys.readouterr().err
 
