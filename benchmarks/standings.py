@@ -5,15 +5,16 @@
     python -m benchmarks.standings --check kda.json
     python -m benchmarks.standings
 
-``--add`` writes the row of every arm that has finished a rung in the folder of studies/standings.py to
-benchmarks/results/standings/S1/ARM.json; rungs that are not finished are left out, and named. With ``--text NAME``,
-for runs on another text than that of S1, it is S1-NAME/ARM.json. ``--check`` checks the files of rows, such as
-another's: the configs, the corpus, steps, tokens, clocks and bytes of every run, that no rate or seed is missing, and
-that the attention gives the same output whatever tokens follow. A row that fails is refused: it is not written. All end
-with the figures and tables of all rows, which are made from their files alone.
+``--add`` writes the row of every arm in the folder of studies/standings.py to benchmarks/results/standings/S1/ARM.json.
+Rungs that are there already and that the folder does not finish are kept; those that neither finishes are left out, and
+named. With ``--text NAME``, for runs on another text than that of S1, it is S1-NAME/ARM.json. ``--check`` checks the
+files of rows, such as another's: the configs, the corpus, steps, tokens, clocks and bytes of every run, that no rate or
+seed is missing, and that the attention gives the same output whatever tokens follow. A row that fails is refused: it is
+not written. All end with the figures and tables of all rows, which are made from their files alone.
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -31,23 +32,19 @@ from comparison import standings, standings_figures, standings_rows
 from comparison.figures import read_figures, write_figures
 from comparison.runs import Run
 from comparison.standings import Place
-from comparison.standings_rows import Row
+from comparison.standings_rows import SPEEDS, Row, read_row, row_of, rows_of, runs_of
 from comparison.study import finished_runs
 from configs import schema
 from configs.schema import Config, flatten, groups_of
 from models import gpt
 from support import json_files
 from support.command import note, status
-from support.errors import ConfigError, LineargptError
+from support.errors import ConfigError
 from training.cli import DataFlags, load_config, parse_command_line
 from training.step import make_model
 
-RESULTS = Path(__file__).parent / "results" / "standings"
-"""Has a folder for each standings."""
 ABILITIES = Path(__file__).parent / "results" / "studies" / "abilities"
 """Folder of the figures of studies/abilities.py."""
-SPEEDS = "speeds.json"
-"""File of benchmarks.standings_speeds."""
 FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify", "train.accumulate",
         "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
 """Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. A
@@ -120,25 +117,6 @@ def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
     return found
 
 
-def read_row(path: Path) -> Row:
-    """The file of a row.
-
-    Raises:
-        LineargptError: it is damaged, or of another format.
-    """
-    row: Any = json_files.read(path, Row)
-    if row["format"] != standings_rows.FORMAT:
-        raise LineargptError(f"{path}: format {row['format']}; this version of lineargpt reads {standings_rows.FORMAT}")
-    return row
-
-
-def rows_of(folder: Path) -> dict[str, Row]:
-    """The rows of the standings by their arm, in the order of the protocol."""
-    rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - {folder / SPEEDS})}
-    order = {arm: number for number, arm in enumerate(standings.ARMS)}
-    return dict(sorted(rows.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
-
-
 def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
     """Tokens a second by arm, rung, ``context`` or ``position``, and its value; empty without ``SPEEDS``."""
     if not (folder / SPEEDS).is_file():
@@ -150,7 +128,7 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
 
 def draw(folder: Path) -> list[Path]:
     """Figures and tables of all rows of a folder, from their files alone."""
-    runs: list[Run] = [run for row in rows_of(folder).values() for run in standings_rows.runs_of(row)]
+    runs: list[Run] = [run for row in rows_of(folder).values() for run in runs_of(row)]
     if not runs:
         return []
     abilities = next((figure for figure in read_figures(ABILITIES) if figure.name == "abilities"), None)
@@ -161,7 +139,7 @@ def add(rows: Sequence[Row]) -> list[str]:
     """Writes the rows without problems; returns the problems of the others."""
     refused = []
     for row in rows:
-        folder = RESULTS / row["standings"]
+        folder = standings_rows.RESULTS / row["standings"]
         others = [other for arm, other in rows_of(folder).items() if arm != row["row"]]
         if found := problems(row, others):
             refused += [f"{row['row']}: {text}" for text in found]
@@ -179,18 +157,21 @@ def measure(options: Options, results: report.Results) -> int:
     if options.add is not None:
         if not (runs := finished_runs(options.add)):
             raise ConfigError(f"--add {options.add}: no finished runs of studies/standings.py")
-        losses = standings.losses_of(runs)
-        arms = dict.fromkeys(place.arm for place in losses)
-        for arm in arms:
-            for rung in standings.arm_of(arm).rungs:
-                if why := standings.unfinished(rung, arm, losses):
-                    note(f"{arm}: {why}; left out")
-        refused = add([standings_rows.row_of(arm, runs, options.text) for arm in arms])
+        name = f"{standings.VERSION}-{options.text}" if options.text else standings.VERSION
+        before = rows_of(standings_rows.RESULTS / name)
+        losses = standings.losses_of([*itertools.chain(*map(runs_of, before.values())), *runs])
+        arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
+        rows = [row_of(arm, runs, name, before.get(arm)) for arm in arms]
+        for row in rows:
+            for rung in standings.arm_of(row["row"]).rungs[len(row["rungs"]):]:
+                if why := standings.unfinished(rung, row["row"], losses):
+                    note(f"{row['row']}: {why}; left out")
+        refused = add(rows)
     else:
         refused = add([read_row(path) for path in options.check])
     for line in refused:
         status(line)
-    for folder in sorted(path for path in RESULTS.glob(f"{standings.VERSION}*") if path.is_dir()):
+    for folder in sorted(path for path in standings_rows.RESULTS.glob(f"{standings.VERSION}*") if path.is_dir()):
         for path in draw(folder):
             print(path)
     return int(bool(refused))

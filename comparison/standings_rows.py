@@ -11,6 +11,7 @@ import numpy as np
 from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import (
+    ARMS,
     CONTEXT,
     LONGER,
     PYTHON_PACKAGES,
@@ -20,13 +21,20 @@ from comparison.standings import (
     Place,
     arm_of,
     losses_of,
+    places,
     unfinished,
 )
 from configs.schema import flatten
+from support import json_files
+from support.errors import LineargptError
 from support.json_files import FileName, Natural
 from training.window_losses import WindowLosses
 
 FORMAT = 1
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "standings"
+"""Has a folder for each standings."""
+SPEEDS = "speeds.json"
+"""File of benchmarks.standings_speeds, beside the rows."""
 
 
 class Lines(TypedDict):
@@ -74,21 +82,32 @@ class Row(TypedDict):
     runs: list[Entry]
 
 
-def row_of(arm: str, runs: Sequence[Run], text: str = "") -> Row:
+def row_of(arm: str, runs: Sequence[Run], standings: str = VERSION, before: Row | None = None) -> Row:
     """The file of a row: everything that its figures are made from, of the rungs that are finished.
 
     Args:
         arm: its name.
         runs: the runs of the arm, from their folders.
-        text: the name of the text; empty: that of S1.
+        standings: the version of the protocol; with another text VERSION-NAME.
+        before: the row so far, for the rungs that the runs do not finish.
     """
-    losses = losses_of(runs)
-    rungs = list(itertools.takewhile(lambda rung: not unfinished(rung, arm, losses), arm_of(arm).rungs))
-    mine = [run for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm and place in losses
-            and place.rung in rungs]
-    return {"format": FORMAT, "standings": f"{VERSION}-{text}" if text else VERSION, "row": arm,
+    mine = {run.name: _entry(run) for run in runs if (place := Place.of(run.name)) is not None and place.arm == arm}
+    sources = [(losses_of(runs), mine)]
+    if before is not None:
+        sources.append((losses_of(runs_of(before)), {entry["name"]: entry for entry in before["runs"]}))
+    losses: dict[Place, float] = {}
+    rungs: dict[str, list[Entry]] = {}
+    for rung in arm_of(arm).rungs:
+        for found, entries in sources:
+            known = losses | {place: loss for place, loss in found.items() if place.rung == rung}
+            if not unfinished(rung, arm, known):
+                losses, rungs[rung] = known, [entries[place.name] for place in places([arm], [rung], known)]
+                break
+        else:
+            break
+    return {"format": FORMAT, "standings": standings, "row": arm,
             "attention": arm_of(arm).attention, "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline,
-            "rungs": rungs, "runs": [_entry(run) for run in mine]}
+            "rungs": list(rungs), "runs": [*itertools.chain(*rungs.values())]}
 
 
 def _entry(run: Run) -> Entry:
@@ -210,6 +229,25 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None,
         if any(after <= before for before, after in itertools.pairwise(clock)) or min(clock, default=1) <= 0:
             found.append("its clock runs backwards")
     return found
+
+
+def read_row(path: Path) -> Row:
+    """The file of a row.
+
+    Raises:
+        LineargptError: it is damaged, or of another format.
+    """
+    row: Any = json_files.read(path, Row)
+    if row["format"] != FORMAT:
+        raise LineargptError(f"{path}: format {row['format']}; this version of lineargpt reads {FORMAT}")
+    return row
+
+
+def rows_of(folder: Path) -> dict[str, Row]:
+    """The rows of a standings by their arm, in the order of the protocol."""
+    rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - {folder / SPEEDS})}
+    order = {arm: number for number, arm in enumerate(ARMS)}
+    return dict(sorted(rows.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
 def runs_of(row: Row) -> list[Run]:

@@ -7,13 +7,14 @@
 
 docs/standings.md has the protocol: models of three sizes on Python code, each at its best learning rate, with seeds.
 ``--rows`` takes arms of comparison/standings.py, or modes; ``--rungs`` the sizes. Rates are searched first, and the
-other runs follow from them. ``--data.dir``, a folder of token files, or ``--data.source`` gives standings of another
-text, S1-NAME. The quick form has 60 steps of XS for three arms, which says nothing but that they run.
+other runs follow from them; those of a size that is not named come from the committed rows too. ``--data.dir``, a
+folder of token files, or ``--data.source`` gives standings of another text, S1-NAME. The quick form has 60 steps of XS
+for three arms, which says nothing but that they run.
 """
 
 from collections.abc import Sequence
 
-from comparison import standings, standings_figures
+from comparison import standings, standings_figures, standings_rows
 from comparison.figures import Figure
 from comparison.runs import Run
 from comparison.standings import RUNGS, VARIANTS, Place
@@ -33,8 +34,11 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str
     if quick:
         runs = [Place("XS", arm, standings.START[1], 0).variation(data) for arm in rows or QUICK]
         return [Variation(run.name, run.recipe, run.attention, {**run.fields, **QUICK_FIELDS}) for run in runs]
-    return [place.variation(data) for place in standings.places(rows or standings.ARMS, rungs or [*RUNGS],
-                                                                standings.losses_of(finished))]
+    arms, rungs = rows or [*standings.ARMS], rungs or [*RUNGS]
+    before = {} if data else standings_rows.rows_of(standings_rows.RESULTS / standings.VERSION)
+    known = standings.losses_of([run for arm in arms if arm in before for run in standings_rows.runs_of(before[arm])])
+    losses = {place: loss for place, loss in known.items() if place.rung not in rungs} | standings.losses_of(finished)
+    return [place.variation(data) for place in standings.places(arms, rungs, losses)]
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:

@@ -11,11 +11,14 @@ import pytest
 from benchmarks import standings as command
 from benchmarks import standings_speeds
 from comparison import standings, standings_figures, standings_rows
+from comparison.runs import Run
 from comparison.standings import Place
 from comparison.study import load_study
 from models.attention import gated
 from models.parameters import count_parameters
+from support.errors import ConfigError
 from support.files import read_json
+from tests.comparison import standings_runs
 from tests.comparison.standings_runs import all_runs
 from training import accounting
 from training.step import abstract_model
@@ -113,7 +116,7 @@ def test_an_attention_that_sees_one_token_ahead_is_found(monkeypatch):
 
 
 def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
     given = tmp_path / "theirs.json"
     given.write_text(json.dumps(row))
     assert command.main(["--check", str(given)]) == 0
@@ -137,18 +140,50 @@ def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, ca
 
 def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, tmp_path: Path, capsys):
     runs = [run for run in all_runs(("gated_delta",)) if run.name != "S-gated_delta-0.004-seed-2"]
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
     monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
     assert command.main(["--add", "runs/s1"]) == 0
     err = capsys.readouterr().err
     assert "gated_delta: rung S is not finished: S-gated_delta-0.004-seed-2 missing; left out" in err
-    assert command.read_row(tmp_path / "S1" / "gated_delta.json")["rungs"] == ["XS"]
+    assert standings_rows.read_row(tmp_path / "S1" / "gated_delta.json")["rungs"] == ["XS"]
+
+
+def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, tmp_path: Path, capsys):
+    arm, study = "gated_delta", load_study("studies/standings.py")
+    runs = all_runs((arm,), ("XS", "S"))
+    at = {rung: [run for run in runs if Place.of(run.name).rung == rung] for rung in ("XS", "S")}
+    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
+
+    def add(runs: list[Run]) -> tuple[dict[str, Any], str]:
+        monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
+        assert command.main(["--add", "runs/s1"]) == 0
+        return standings_rows.read_row(tmp_path / "S1" / f"{arm}.json"), capsys.readouterr().err
+
+    with pytest.raises(ConfigError, match="S follows from the rungs before"):
+        study.runs(False, rows=(arm,), rungs=("S",))
+    add(at["XS"])
+    # The rate of S is carried over from the row; runs of another text have no row.
+    assert [run.name for run in study.runs(False, rows=(arm,), rungs=("S",))] == [run.name for run in at["S"][:3]]
+    assert [run.name for run in study.runs(False, rows=(arm,), rungs=("XS",))] == [
+        f"XS-{arm}-{rate}-seed-0" for rate in (0.004, 0.008, 0.016)]
+    with pytest.raises(ConfigError, match="S follows from the rungs before"):
+        study.runs(False, rows=(arm,), rungs=("S",), data_dir="books")
+    whole, said = add(at["S"])
+    assert whole["rungs"] == ["XS", "S"]
+    assert [entry["name"] for entry in whole["runs"]] == [run.name for run in runs]
+    assert "rung M is not finished" in said
+    assert "rung XS" not in said
+    assert add(at["S"][:-1])[0] == whole  # what is there stays
+    monkeypatch.setitem(standings_runs.BEST, arm, 0.016)
+    other, said = add(all_runs((arm,), ("XS",)))
+    assert other["rungs"] == ["XS"]  # S does not follow from another best rate
+    assert "rung S is not finished: its rate has not been found; left out" in said
 
 
 def test_speeds_are_measured_for_each_arm_and_drawn(row, tmp_path: Path):
     (tmp_path / "gated_delta.json").write_text(json.dumps(row))
     assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",
-                                  "--repeats", "1", "--json", str(tmp_path / command.SPEEDS)]) == 0
+                                  "--repeats", "1", "--json", str(tmp_path / standings_rows.SPEEDS)]) == 0
     speeds = command.read_speeds(tmp_path)
     assert list(speeds) == [("gated_delta", "XS", "context", 64), ("gated_delta", "XS", "position", 8)]
     assert min(speeds.values()) > 0
@@ -157,7 +192,7 @@ def test_speeds_are_measured_for_each_arm_and_drawn(row, tmp_path: Path):
 
 
 def test_the_committed_figures_are_those_of_the_committed_rows(tmp_path: Path):
-    folder = command.RESULTS / standings.VERSION
+    folder = standings_rows.RESULTS / standings.VERSION
     if not list(folder.glob("*.json")):
         pytest.skip("no rows yet")
     for path in folder.glob("*.json"):  # speeds.json too
@@ -172,7 +207,7 @@ def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, tmp_path:
     monkeypatch.setattr(standings, "PYTHON_PACKAGES", standings.Corpus(**books))
     runs = {arm: all_runs((arm,), ("XS",)) for arm in ("softmax-parts", "gated_delta")}
     monkeypatch.undo()
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
 
     def add(arm: str, *flags: str) -> tuple[int, str]:
         monkeypatch.setattr(command, "finished_runs", lambda folder: runs[arm])
@@ -184,7 +219,7 @@ def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, tmp_path:
     assert "that of python-packages" in said
     for arm in runs:
         assert add(arm, "--text", "books")[0] == 0
-    assert [row["standings"] for row in command.rows_of(tmp_path / "S1-books").values()] == ["S1-books"] * 2
+    assert [row["standings"] for row in standings_rows.rows_of(tmp_path / "S1-books").values()] == ["S1-books"] * 2
     assert "gated_delta" in (tmp_path / "S1-books" / "figures" / "figures.md").read_text()
     for run in runs["gated_delta"]:
         run.environment["corpus_checksum"] = "cd" * 32
