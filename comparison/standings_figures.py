@@ -1,5 +1,6 @@
 """The figures and tables of the standings, from runs of the protocol alone."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,20 +96,20 @@ def _gain_in_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> float
     return None if mine is None else compute_equivalent_gain(mine, _loss(found[arm, rung]), base)
 
 
-def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> float | None:
-    """The loss of an arm when softmax with the same parts ends, between annealed points linear in the logarithm of the
-    time; None outside of its lengths."""
+def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list[float]:
+    """The loss of each seed of an arm when softmax with the same parts ends; see :func:`_interpolated`."""
     baseline = arm_of(arm).baseline
-    if (baseline, rung) not in found:
-        return None
-    end = _seconds(baseline, rung, _tokens(found[baseline, rung]), speeds)
-    runs = found[arm, rung]
-    at = [seconds for tokens in runs[0].lengths["tokens"]
-          if (seconds := _seconds(arm, rung, tokens, speeds)) is not None]
-    if end is None or not at or not at[0] <= end <= at[-1]:
-        return None
-    loss = np.mean([run.lengths["loss"] for run in runs], axis=0)
-    return float(np.interp(np.log(end), np.log(at), loss))
+    end = _seconds(baseline, rung, _tokens(found[baseline, rung]), speeds) if (baseline, rung) in found else None
+    speed = speeds.get((arm, rung, "context", CONTEXT))
+    return [] if end is None or speed is None else _interpolated(found[arm, rung], "tokens", end * speed)
+
+
+def _interpolated(runs: Sequence[Run], column: str, where: float) -> list[float]:
+    """The loss of each run where a column, such as ``flops``, has a value: between annealed points linear in its
+    logarithm. Empty outside of the lengths."""
+    at = runs[0].lengths[column]
+    inside = len(at) > 0 and at[0] <= where <= at[-1]
+    return [float(np.interp(np.log(where), np.log(at), run.lengths["loss"])) for run in runs if inside]
 
 
 def _tokens(runs: Sequence[Run]) -> float:
@@ -124,34 +125,41 @@ def _flops(runs: Sequence[Run]) -> float:
 
 
 def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
-    """The table of a rung, sorted by loss."""
-    rows = []
-    for (arm, of_rung), runs in found.items():
-        if of_rung != rung:
-            continue
+    """The table of a rung, sorted by the loss at the compute of the arm that ends with the least."""
+    rows, here = [], {arm: runs for (arm, of_rung), runs in found.items() if of_rung == rung}
+    least = min(map(_flops, here.values()), default=math.nan)
+    for arm, runs in here.items():
         baseline = arm_of(arm).baseline
-        gap = difference(runs, found[baseline, rung]) if baseline != arm and (baseline, rung) in found else None
+        gap = difference(runs, here[baseline]) if baseline != arm and baseline in here else None
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
-        losses = [float(run.val.points["loss"][-1]) for run in runs]
-        interval = mean_interval(losses) if np.isfinite(losses).all() else None
         by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
-        rows.append((_loss(runs), (
+        at_least = _interpolated(runs, "flops", least)
+        rows.append(((np.mean(at_least) if at_least else math.nan, _loss(runs)), (
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
-            _number(_loss(runs)) + ("" if interval is None else f" ({interval_text(interval)})"),
+            _mean(at_least), _mean([float(run.val.points["loss"][-1]) for run in runs]),
             _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
             "–" if gap is None else number_text(gap[0]),
             "–" if gap is None or gap[1] is None else interval_text(gap[1]),
             "" if gap is None else significance(*gap),
             _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
                 arm, _gain_in_time(arm, rung, found, speeds)),
-            "–" if (equal := _at_equal_time(arm, rung, found, speeds)) is None else number_text(equal),
+            _mean(_at_equal_time(arm, rung, found, speeds)),
             *("–" if each is None else number_text(each) for each in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))
-    return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss", Axis(""), "", (), (
-        "attention", "softmax with the same parts", "parameters", "val loss", "bits per byte", "minus softmax",
-        "95 % interval", "", "gain in FLOPs", "gain in seconds", "loss at softmax's time",
-        *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)), f"state at {CONTEXT:,}, KiB", "seeds"),
-        tuple(row for _, row in sorted(rows, key=lambda row: (np.isnan(row[0]), *row))))
+    return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (), (
+        "attention", "softmax with the same parts", "parameters", f"loss at {least:.2e} FLOPs", "val loss",
+        "bits per byte", "minus softmax", "95 % interval", "", "gain in FLOPs", "gain in seconds",
+        "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
+        f"state at {CONTEXT:,}, KiB", "seeds"),
+        tuple(row for _, row in sorted(rows, key=lambda row: (*np.nan_to_num(row[0], nan=math.inf), row[1]))))
+
+
+def _mean(losses: Sequence[float]) -> str:
+    """The mean of seeds with its interval."""
+    if not losses:
+        return "–"
+    interval = mean_interval(losses) if np.isfinite(losses).all() else None
+    return _number(float(np.mean(losses))) + ("" if interval is None else f" ({interval_text(interval)})")
 
 
 def _number(value: float) -> str:

@@ -117,11 +117,12 @@ def _entry(run: Run) -> Entry:
         for one in run.evaluations]
     windows = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
                for (_, context, checksum), each in run.window_losses.items()}
-    command = [str(word) for word in environment.get("command") or ()]
-    for flag in ("--run-dir", "--data.dir"):  # paths of one machine
+    command = [_without_folder(str(word)) for word in environment.get("command") or ()]
+    for flag in ("--run-dir", "--data.dir"):
         if flag in command:
             del command[command.index(flag):command.index(flag) + 2]
-    config = run.config | {"data": run.config["data"] | {"dir": None}}
+    data = run.config["data"]
+    config = run.config | {"data": data | {"dir": None, "source": _without_folder(data["source"])}}
     return {
         "name": run.name, "config": config, "commit": environment.get("commit"), "command": command,
         "devices": environment.get("devices"), "processor": environment.get("processor"),
@@ -129,6 +130,11 @@ def _entry(run: Run) -> Entry:
         "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment["parameters"],
         "state_bytes": state_bytes(run), "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
         "evaluations": evaluations, "windows": windows}
+
+
+def _without_folder(text: str) -> str:
+    """The name alone of an absolute path, which is one machine's; another text as it is."""
+    return Path(text).name if text.startswith(("/", "~")) else text
 
 
 def state_bytes(run: Run) -> int | None:

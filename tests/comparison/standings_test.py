@@ -7,6 +7,7 @@ from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from support.errors import ConfigError
+from tests.comparison import standings_runs
 from tests.comparison.standings_runs import BEST, all_runs
 
 pytestmark = pytest.mark.fast
@@ -84,7 +85,7 @@ def test_differences_gains_and_trends(runs):
     assert list(found) == ["loss-against-FLOPs", "gap-against-size", "fits", "rung-XS", "rung-S", "rung-M",
                            "classes-repeats-of-4-tokens", "machines"]
     rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
-    assert list(rows) == ["gated_delta", "softmax-parts", "kda"]  # sorted by loss
+    assert list(rows) == ["gated_delta", "softmax-parts", "kda"]
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     assert float(rows["gated_delta"]["gain in FLOPs"]) > 1
     assert float(rows["kda"]["gain in FLOPs"]) < 1
@@ -102,6 +103,27 @@ def test_differences_gains_and_trends(runs):
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
 
 
+def test_a_table_is_sorted_by_the_loss_at_the_compute_that_all_arms_have(monkeypatch):
+    monkeypatch.setitem(standings_runs.WORSE, "gated", -0.02)
+    runs = all_runs(("softmax-parts", "gated_delta", "gated"), ("XS",))
+    for run in runs:  # a run of gated has half of the FLOPs; at its end gated_delta is at its annealed point
+        if "gated-" in run.name:
+            for curve in (run.val, run.annealed):
+                curve.points["flops"] = curve.points["flops"] / 2
+    (table,) = [figure for figure in figures(runs) if figure.name == "rung-XS"]
+    rows = {row[0]: dict(zip(table.headings, row, strict=True)) for row in table.rows}
+    column = f"loss at {standing(runs)['gated', 'XS'][0].val.points['flops'][-1]:.2e} FLOPs"
+
+    def mean(arm: str, point: int) -> str:
+        return f"{sum(run.lengths['loss'][point] for run in standing(runs)[arm, 'XS']) / 3:.4f}"
+
+    assert list(rows) == ["gated", "gated_delta", "softmax-parts"]
+    assert {arm: rows[arm][column].partition(" ")[0] for arm in rows} == {
+        "gated": mean("gated", 2), "gated_delta": mean("gated_delta", 1), "softmax-parts": mean("softmax-parts", 1)}
+    assert "(" in rows["gated"][column]
+    assert float(rows["gated"]["val loss"].partition(" ")[0]) > float(rows["gated_delta"]["val loss"].partition(" ")[0])
+
+
 def test_gains_in_time_are_by_speeds_without_load(runs):
     speeds = {(arm, rung, "context", 1024): speed / RUNGS[rung].parameters for arm, speed in (
         ("softmax-parts", 1e9), ("gated_delta", 5e8), ("kda", 2e9)) for rung in RUNGS}
@@ -114,7 +136,8 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
     # kda ends in half of softmax's time; gated_delta is at half of its run then, at its annealed point.
     assert rows["kda"]["loss at softmax's time"] == "–"
     half = [run.lengths["loss"][1] for run in standing(runs)["gated_delta", "S"]]
-    assert float(rows["gated_delta"]["loss at softmax's time"]) == pytest.approx(sum(half) / 3, abs=1e-3)
+    assert float(rows["gated_delta"]["loss at softmax's time"].partition(" ")[0]) == pytest.approx(
+        sum(half) / 3, abs=1e-3)
     costs = {row[:2]: row[2:] for row in found["costs"].rows}
     assert costs["XS", "kda"] == ("10,173", "2.000")
     assert costs["S", "kda"] == ("2,543", "–")
@@ -173,7 +196,9 @@ def test_a_row_keeps_all_that_the_figures_need(runs):
 def test_a_row_has_no_path_of_a_machine():
     runs = all_runs(("kda",), ("XS",))
     for run in runs:
-        run.config["data"]["dir"] = "/here"
+        run.config["data"] |= {"dir": "/here", "source": "/texts/books"}
+        run.environment["command"] += ["--data.source", "/texts/books"]
     row = standings_rows.row_of("kda", runs)
-    assert {entry["config"]["data"]["dir"] for entry in row["runs"]} == {None}
-    assert [entry["command"] for entry in row["runs"]] == [["train.py", "--x"]] * 5
+    assert {(entry["config"]["data"]["dir"], entry["config"]["data"]["source"]) for entry in row["runs"]} == {
+        (None, "books")}
+    assert [entry["command"] for entry in row["runs"]] == [["train.py", "--x", "--data.source", "books"]] * 5
