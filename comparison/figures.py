@@ -32,7 +32,7 @@ from comparison.runs import (
     value_text,
 )
 from comparison.statistics import mean_interval
-from comparison.style import DASHES, colour, dashes
+from comparison.style import DASHES, colour, dashes, hue_of, main_mode
 from comparison.verdict import verdict
 from comparison.wording import few, interval_text, listed, number_text, significance
 from support import json_files
@@ -126,8 +126,8 @@ class Figure:
     @property
     def colours(self) -> list[str]:
         """A colour for each line: that of its attention or, if that has more lines than dash patterns, one by label."""
-        attentions = [line.attention for line in self.lines]
-        return [colour(line.attention if attentions[:i].count(line.attention) < len(DASHES) else line.label)
+        modes = [main_mode(line.attention) for line in self.lines]
+        return [colour(line.attention) if modes[:i].count(modes[i]) < len(DASHES) else hue_of(line.label)
                 for i, line in enumerate(self.lines)]
 
     def named(self, prefix: object) -> "Figure":

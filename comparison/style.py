@@ -2,6 +2,7 @@
 
 import colorsys
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7", "gated": "#117733",
@@ -16,14 +17,24 @@ DASHES = {  # Plotly's name of a dash pattern: Matplotlib's, and its marker by P
 
 
 def colour(attention: str) -> str:
-    """The colour of an attention mode, the same on every page; other modes get a hue from their name."""
-    if attention in COLOURS:
-        return COLOURS[attention]
-    hue, lightness = hashlib.sha256(attention.encode()).digest()[:2]
+    """The colour of an attention mode, or of the main mode of a pattern, the same on every page."""
+    mode = main_mode(attention)
+    return COLOURS.get(mode) or hue_of(mode)
+
+
+def hue_of(name: str) -> str:
+    """A colour that depends on a name alone."""
+    hue, lightness = hashlib.sha256(name.encode()).digest()[:2]
     red, green, blue = colorsys.hls_to_rgb(hue / 256, 0.3 + 0.3 * lightness / 256, 0.6)
     return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"
 
 
+def main_mode(attention: str) -> str:
+    """The mode of most layers of a pattern, the first of those that have as many."""
+    return Counter(attention.split(",")).most_common(1)[0][0]
+
+
 def dashes(attentions: Sequence[str]) -> list[str]:
-    """A dash pattern for each, different for those of the same attention."""
-    return [list(DASHES)[list(attentions[:i]).count(attention) % len(DASHES)] for i, attention in enumerate(attentions)]
+    """A dash pattern for each, different for those of the same colour."""
+    modes = [main_mode(attention) for attention in attentions]
+    return [list(DASHES)[modes[:i].count(mode) % len(DASHES)] for i, mode in enumerate(modes)]

@@ -19,7 +19,7 @@ from comparison.figures import (
     write_figures,
 )
 from comparison.runs import load_run
-from comparison.style import COLOURS
+from comparison.style import COLOURS, dashes
 from support.errors import ConfigError
 from tests.comparison.run_folders import read_lines, set_fields, write_lines, write_run
 
@@ -232,6 +232,16 @@ def test_no_two_lines_of_a_figure_look_the_same(make):
     assert len(figure.lines) == 7
     assert figure.colours[:4] == [COLOURS["chunked"]] * 4
     assert len(set(figure.colours[4:] + figure.colours[:1])) == 4
+
+
+def test_a_hybrid_has_the_colour_of_its_main_mode_and_another_dash():
+    patterns = ["gated", "gated,gated,gated,softmax", "softmax,gated,gated", "gated,softmax,gated",
+                "gated,gated,softmax"]
+    lines = tuple(Line(pattern, pattern, (Point(1.0, 2.0, None, ("a",)),)) for pattern in patterns)
+    colours = Figure("figure", "Title", Axis("x"), "y", lines, (), ()).colours
+    assert colours[:4] == [COLOURS["gated"]] * 4
+    assert colours[4] not in COLOURS.values()  # there are four dashes
+    assert dashes(patterns)[:4] == ["solid", "dash", "dot", "dashdot"]
 
 
 def test_the_gap_to_a_baseline_is_paired_at_each_value_of_a_field(make):
