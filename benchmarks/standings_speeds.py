@@ -31,7 +31,7 @@ VOCABULARY = 257
 @dataclass(kw_only=True)
 class Options(report.Options):
     arms: tuple[str, ...] = ()
-    """Arms of the standings, or modes. Empty: all arms."""
+    """Arms of the standings, or modes. Empty: at each size those with a row."""
     rungs: tuple[str, ...] = ("XS", "S")
     """Sizes."""
     contexts: tuple[Count, ...] = (1024, 4096, 16384)
@@ -101,14 +101,15 @@ def configs_of(options: Options) -> dict[str, dict[str, Config]]:
         ConfigError: there is no such arm or rung.
     """
     from benchmarks.standings import protocol_config
-    from comparison.standings import ARMS, RUNGS, Place, arm_of
+    from comparison.standings import RUNGS, VERSION, Place, arm_of
+    from comparison.standings_rows import RESULTS, rows_of
 
-    found = {}
+    found, rows = {}, rows_of(RESULTS / VERSION)
     for rung in options.rungs:
         if rung not in RUNGS:
             raise ConfigError(f"--rungs {rung}: no such rung; expected {', '.join(RUNGS)}")
-        found[rung] = {arm: protocol_config(Place(rung, arm, 1e-3, 0)) for arm in options.arms or ARMS
-                       if rung in arm_of(arm).rungs}
+        arms = options.arms or [arm for arm, row in rows.items() if rung in row["rungs"]]
+        found[rung] = {arm: protocol_config(Place(rung, arm, 1e-3, 0)) for arm in arms if rung in arm_of(arm).rungs}
     return found
 
 

@@ -180,13 +180,18 @@ def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, tmp_pa
     assert "rung S is not finished: its rate has not been found; left out" in said
 
 
-def test_speeds_are_measured_for_each_arm_and_drawn(row, tmp_path: Path):
+def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, tmp_path: Path, monkeypatch):
     (tmp_path / "gated_delta.json").write_text(json.dumps(row))
     assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",
                                   "--repeats", "1", "--json", str(tmp_path / standings_rows.SPEEDS)]) == 0
     speeds = command.read_speeds(tmp_path)
     assert list(speeds) == [("gated_delta", "XS", "context", 64), ("gated_delta", "XS", "position", 8)]
     assert min(speeds.values()) > 0
+    (tmp_path / "S1").mkdir()
+    (tmp_path / "S1" / "gated_delta.json").write_text(json.dumps(row | {"rungs": ["XS"]}))
+    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
+    by_rung = standings_speeds.configs_of(standings_speeds.Options())
+    assert {rung: [*arms] for rung, arms in by_rung.items()} == {"XS": ["gated_delta"], "S": []}
     command.draw(tmp_path)
     assert "a token after 8, ms" in (tmp_path / "figures" / "figures.md").read_text()
 
