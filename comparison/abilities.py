@@ -103,14 +103,15 @@ def abilities(runs: Sequence[Run], arm: Callable[[Run], str] | None = None) -> F
             points[column] = Point(column, float(np.mean(values)), mean_interval(values),
                                    tuple(run.name for run, _ in row[column]))
         lines.append(Line(name, next(iter(row.values()))[0][0].attention, tuple(points.values())))
-        rows.append((name, *(_cell(points.get(column)) for column in order)))
+        rows.append((name, *(cell(points.get(column)) for column in order)))
     remarks = ["Each cell is the val accuracy of the best set-up, such as that of the best learning rate: the mean "
                "over its seeds, and half of the 95 % interval if there are several."] if rows else []
     return Figure("abilities", "Abilities", Axis("task", "category"), "accuracy", tuple(lines),
                   ("attention", *order), tuple(rows), tuple(remarks), grid=True)
 
 
-def _cell(point: Point | None) -> str:
+def cell(point: Point | None) -> str:
+    """The value of a point, and half of its interval."""
     if point is None:
         return "–"
     return f"{point.y:.3f}" + ("" if point.interval is None else f" ± {point.interval[1] - point.y:.3f}")

@@ -19,6 +19,8 @@ CONTEXT = 1024
 LENGTHS = (0.25, 0.5, 1.0)
 """Parts of a run at which it is annealed: 5, 10 and 20 tokens a parameter."""
 TOKENS_PER_PARAMETER = 20
+REFERENCE = "softmax-parts"
+"""The arm whose FLOPs at the second of ``LENGTHS`` are the equal compute of a size."""
 WINDOWS = 128
 """Val windows of ``CONTEXT`` tokens in an evaluation."""
 LONGER = (4096, 16384)

@@ -1,14 +1,14 @@
 """The figures and tables of the standings, from runs of the protocol alone."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from comparison.abilities import cell
 from comparison.figures import Axis, Figure, Line, Point, loss_against
-from comparison.paired import by_seed_of, paired_difference
 from comparison.runs import Run, group_by
 from comparison.scaling import (
     LEAST_SIZES,
@@ -19,9 +19,9 @@ from comparison.scaling import (
     fit,
     trend,
 )
-from comparison.standings import CONTEXT, LONGER, RUNGS, Place, arm_of, best_rate, losses_of
+from comparison.standings import CONTEXT, LONGER, REFERENCE, RUNGS, Place, arm_of, best_rate, losses_of
 from comparison.standings_rows import state_bytes
-from comparison.statistics import mean_interval
+from comparison.statistics import CONFIDENCE, mean_interval
 from comparison.wording import interval_text, number_text, significance
 
 Speeds = Mapping[tuple[str, str, str, int], float]
@@ -69,10 +69,30 @@ def _against_compute(runs: Sequence[Run]) -> Figure:
                         title="Loss against compute: 5, 10 and 20 tokens a parameter at each size")
 
 
-def difference(a: Sequence[Run], b: Sequence[Run]) -> tuple[float, tuple[float, float] | None] | None:
-    """The loss of a minus that of b, paired by seed and window, with its interval over the seeds."""
-    pair = paired_difference(b, a)
-    return None if pair is None else (pair.mean, pair.interval())
+def by_seed(a: Sequence[Run], b: Sequence[Run], losses: Callable[[Sequence[Run]], Sequence[float]]) -> dict[Any, float]:
+    """The loss of a minus that of b, for each seed of both. They read the same val windows.
+
+    Args:
+        a: runs, one for each seed.
+        b: others.
+        losses: of each run; empty if there are none.
+    """
+    mine, base = (dict(zip((run.seed for run in runs), losses(runs), strict=False)) for runs in (a, b))
+    return {seed: mine[seed] - base[seed] for seed in mine if seed in base}
+
+
+def _difference(differences: Collection[float], compared: int) -> tuple[str, str, str]:
+    """The mean of differences by seed, its interval, and what that shows with a total confidence of 95 % in all
+    comparisons of a table (Bonferroni)."""
+    if not differences or not np.isfinite([*differences]).all():
+        return "–", "–", ""
+    mean, interval = float(np.mean([*differences])), mean_interval([*differences])
+    shown = significance(mean, mean_interval([*differences], 1 - (1 - CONFIDENCE) / compared))
+    return number_text(mean), "–" if interval is None else interval_text(interval), shown
+
+
+def _finals(runs: Sequence[Run]) -> list[float]:
+    return [float(run.val.points["loss"][-1]) for run in runs]
 
 
 def frontier(arm: str, found: Standing) -> dict[float, float]:
@@ -105,11 +125,12 @@ def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list
 
 
 def _interpolated(runs: Sequence[Run], column: str, where: float) -> list[float]:
-    """The loss of each run where a column, such as ``flops``, has a value: between annealed points linear in its
-    logarithm. Empty outside of the lengths."""
-    at = runs[0].lengths[column]
-    inside = len(at) > 0 and at[0] <= where <= at[-1]
-    return [float(np.interp(np.log(where), np.log(at), run.lengths["loss"])) for run in runs if inside]
+    """The loss of each run where a column, such as ``flops``, has a value: between its lengths linear in the logarithm.
+    Empty outside of the lengths."""
+    lengths = [run.lengths for run in runs]
+    if not all(len(at[column]) and at[column][0] <= where <= at[column][-1] for at in lengths):
+        return []
+    return [float(np.interp(np.log(where), np.log(at[column]), at["loss"])) for at in lengths]
 
 
 def _tokens(runs: Sequence[Run]) -> float:
@@ -125,33 +146,37 @@ def _flops(runs: Sequence[Run]) -> float:
 
 
 def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
-    """The table of a rung, sorted by the loss at the compute of the arm that ends with the least."""
+    """The table of a rung, sorted by the loss at equal compute."""
     rows, here = [], {arm: runs for (arm, of_rung), runs in found.items() if of_rung == rung}
-    least = min(map(_flops, here.values()), default=math.nan)
+    compute = float(here[REFERENCE][0].lengths["flops"][1]) if REFERENCE in here else math.nan
+    compared = sum(arm_of(arm).baseline in here for arm in here if arm_of(arm).baseline != arm)
+
+    def at_compute(runs: Sequence[Run]) -> list[float]:
+        return _interpolated(runs, "flops", compute)
+
     for arm, runs in here.items():
         baseline = arm_of(arm).baseline
-        gap = difference(runs, here[baseline]) if baseline != arm and baseline in here else None
+        base = here.get(baseline, ()) if baseline != arm else ()
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
         by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
-        at_least = _interpolated(runs, "flops", least)
-        rows.append(((np.mean(at_least) if at_least else math.nan, _loss(runs)), (
+        equal = at_compute(runs)
+        rows.append(((np.mean(equal) if equal else math.nan, _loss(runs)), (
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
-            _mean(at_least), _mean([float(run.val.points["loss"][-1]) for run in runs]),
+            _mean(equal), *_difference(by_seed(runs, base, at_compute).values(), compared),
+            _mean(_finals(runs)), *_difference(by_seed(runs, base, _finals).values(), compared),
             _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
-            "–" if gap is None else number_text(gap[0]),
-            "–" if gap is None or gap[1] is None else interval_text(gap[1]),
-            "" if gap is None else significance(*gap),
             _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
                 arm, _gain_in_time(arm, rung, found, speeds)),
             _mean(_at_equal_time(arm, rung, found, speeds)),
             *("–" if each is None else number_text(each) for each in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (), (
-        "attention", "softmax with the same parts", "parameters", f"loss at {least:.2e} FLOPs", "val loss",
-        "bits per byte", "minus softmax", "95 % interval", "", "gain in FLOPs", "gain in seconds",
-        "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
+        "attention", "softmax with the same parts", "parameters", f"loss at {compute:.2e} FLOPs", "minus softmax",
+        "95 % interval", "", "val loss", "minus softmax", "95 % interval", "", "bits per byte", "gain in FLOPs",
+        "gain in seconds", "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
         f"state at {CONTEXT:,}, KiB", "seeds"),
-        tuple(row for _, row in sorted(rows, key=lambda row: (*np.nan_to_num(row[0], nan=math.inf), row[1]))))
+        tuple(row for _, row in sorted(rows, key=lambda row: (*np.nan_to_num(row[0], nan=math.inf), row[1]))),
+        (f"Higher and lower: with a confidence of 95 % in all {compared} comparisons of a column together.",))
 
 
 def _mean(losses: Sequence[float]) -> str:
@@ -187,28 +212,29 @@ def _classes(found: Standing) -> list[Figure]:
     """For each partition of the tokens the loss of each arm minus that of softmax with the same parts, by class, at the
     largest rung of both."""
     lines: dict[str, list[Line]] = {}
-    rows: dict[str, list[tuple[str, ...]]] = {}
+    rows: dict[str, list[tuple[tuple[str, ...], list[float]]]] = {}
     largest = {arm: rung for rung in RUNGS for arm, of_rung in found
                if of_rung == rung and (arm_of(arm).baseline, rung) in found}
     for arm, rung in largest.items():
         if arm_of(arm).baseline == arm:
             continue
-        mine, base = (by_seed_of(found[name, rung]) for name in (arm, arm_of(arm).baseline))
+        mine, base = ({run.seed: run for run in found[name, rung]} for name in (arm, arm_of(arm).baseline))
         pairs = [(_loss_by_class(base[seed]), _loss_by_class(mine[seed])) for seed in mine if seed in base]
         for partition, classes in (pairs[0][0] if pairs else {}).items():
             points = []
             for name, (share, loss) in classes.items():
-                by_seed = [b[partition][name][1] - a[partition][name][1] for a, b in pairs]
-                mean, interval = float(np.mean(by_seed)), mean_interval(by_seed)
-                points.append(Point(name, mean, interval, tuple(run.name for run in found[arm, rung])))
+                differences = [b[partition][name][1] - a[partition][name][1] for a, b in pairs]
+                points.append(Point(name, float(np.mean(differences)), mean_interval(differences),
+                                    tuple(run.name for run in found[arm, rung])))
                 rows.setdefault(partition, []).append((
-                    arm, rung, name, f"{share:.2%}", number_text(loss), number_text(mean),
-                    "–" if interval is None else interval_text(interval), significance(mean, interval)))
+                    (arm, rung, name, f"{share:.2%}", number_text(loss)), differences))
             lines.setdefault(partition, []).append(Line(arm, arm_of(arm).attention, tuple(points)))
     return [Figure(f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the "
                    "same parts", Axis("class", "category"), "difference in val loss (nats per token)",
                    tuple(lines[partition]), ("attention", "rung", "class", "share", "loss of softmax", "difference",
-                                             "95 % interval", ""), tuple(rows[partition]), zero=True)
+                                             "95 % interval", ""),
+                   tuple((*cells, *_difference(differences, len(rows[partition])))
+                         for cells, differences in rows[partition]), zero=True)
             for partition in lines]
 
 
@@ -219,15 +245,16 @@ def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
-    """The lines of the grid that are of these arms."""
+    """The lines of the grid that are of the attentions of these arms, under their names there."""
     if grid is None:
         return []
-    by_label = {line.label: line for line in grid.lines}
-    lines = [replace(by_label[name], label=arm) for arm in dict.fromkeys(arms)
-             if (name := arm_of(arm).abilities or arm) in by_label]
-    rows = [(line.label, *(number_text(at[column]) if column in at else "–" for column in grid.values))
-            for line in lines for at in [{point.x: point.y for point in line.points}]]
-    return [replace(grid, lines=tuple(lines), headings=("attention", *map(str, grid.values)), rows=tuple(rows))]
+    names = {arm_of(arm).abilities or arm for arm in arms}
+    lines = tuple(line for line in grid.lines if line.label in names)
+    rows = [(line.label, *(cell(at.get(column)) for column in grid.values))
+            for line in lines for at in [{point.x: point for point in line.points}]]
+    return [replace(grid, title="Abilities of other models, of two to four layers, trained on each task", lines=lines,
+                    headings=("attention", *map(str, grid.values)), rows=tuple(rows),
+                    remarks=("Each attention has a convolution here.", *grid.remarks))]
 
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:
@@ -238,13 +265,9 @@ def _at_context(runs: Sequence[Run], context: int) -> float | None:
 
 def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:
     """The loss of an arm minus that of softmax with the same parts, by parameters of the rung and by seed."""
-    by_size: dict[float, dict[Any, float]] = {}
-    for name, rung in RUNGS.items():
-        mine, base = found.get((arm, name)), found.get((arm_of(arm).baseline, name))
-        pair = paired_difference(base, mine) if mine and base else None
-        if pair is not None:
-            by_size[float(rung.parameters)] = dict(zip(pair.seeds, pair.by_seed, strict=True))
-    return by_size
+    by_size = {float(rung.parameters): by_seed(found[arm, name], found[arm_of(arm).baseline, name], _finals)
+               for name, rung in RUNGS.items() if {(arm, name), (arm_of(arm).baseline, name)} <= found.keys()}
+    return {size: gap for size, gap in by_size.items() if gap and np.isfinite([*gap.values()]).all()}
 
 
 def _trends(found: Standing) -> list[Figure]:
@@ -252,8 +275,8 @@ def _trends(found: Standing) -> list[Figure]:
     for arm in dict.fromkeys(arm for arm, _ in found):
         if arm_of(arm).baseline == arm or not (by_size := gaps(arm, found)):
             continue
-        points = [Point(size, float(np.mean([*by_seed.values()])), mean_interval([*by_seed.values()]),
-                        tuple(f"{arm} seed {seed}" for seed in by_seed)) for size, by_seed in by_size.items()]
+        points = [Point(size, float(np.mean([*gap.values()])), mean_interval([*gap.values()]),
+                        tuple(f"{arm} seed {seed}" for seed in gap)) for size, gap in by_size.items()]
         lines.append(Line(arm, arm_of(arm).attention, tuple(points)))
         change = trend(by_size)
         if change is not None:
@@ -278,9 +301,11 @@ def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:
         lengths, place = run.lengths, place_of(run)
         compute = lengths["flops"] if speeds is None else lengths["tokens"] / speeds[
             place.arm, place.rung, "context", CONTEXT]
-        windows = next((each.loss_N / each.tokens_N for (_, context, _), each in run.window_losses.items()
-                        if context == CONTEXT), np.empty(0))
-        found.append(Trained(place.rung, run.seed, compute, lengths["loss"], windows))
+        windows_W = next((each.loss_N / each.tokens_N for (_, context, _), each in run.window_losses.items()
+                          if context == CONTEXT), np.empty(0))
+        # eval.py cuts them out of stretches of the longest context, whose windows are not independent.
+        stretches_W = windows_W.reshape(-1, max(LONGER) // CONTEXT).mean(axis=1)
+        found.append(Trained(place.rung, run.seed, compute, lengths["loss"], stretches_W))
     return found
 
 

@@ -103,25 +103,37 @@ def test_differences_gains_and_trends(runs):
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
 
 
-def test_a_table_is_sorted_by_the_loss_at_the_compute_that_all_arms_have(monkeypatch):
-    monkeypatch.setitem(standings_runs.WORSE, "gated", -0.02)
+def test_a_table_is_sorted_by_the_loss_at_equal_compute(monkeypatch):
+    monkeypatch.setitem(standings_runs.WORSE, "gated", 0.02)
     runs = all_runs(("softmax-parts", "gated_delta", "gated"), ("XS",))
-    for run in runs:  # a run of gated has half of the FLOPs; at its end gated_delta is at its annealed point
+    for run in runs:  # a run of gated has half of the FLOPs: it ends at the equal compute
         if "gated-" in run.name:
             for curve in (run.val, run.annealed):
                 curve.points["flops"] = curve.points["flops"] / 2
     (table,) = [figure for figure in figures(runs) if figure.name == "rung-XS"]
-    rows = {row[0]: dict(zip(table.headings, row, strict=True)) for row in table.rows}
-    column = f"loss at {standing(runs)['gated', 'XS'][0].val.points['flops'][-1]:.2e} FLOPs"
+    rows = {row[0]: row for row in table.rows}
+    at = {"gated": 2, "gated_delta": 1, "softmax-parts": 1}  # of its lengths
+    losses = {arm: [run.lengths["loss"][point] for run in standing(runs)[arm, "XS"]] for arm, point in at.items()}
+    assert table.headings[3] == f"loss at {standing(runs)['gated', 'XS'][0].val.points['flops'][-1]:.2e} FLOPs"
+    assert [*rows] == ["gated_delta", "gated", "softmax-parts"]
+    for arm, values in losses.items():
+        assert rows[arm][3].startswith(f"{sum(values) / 3:.4f} (")
+    gap = [a - b for a, b in zip(losses["gated"], losses["softmax-parts"], strict=True)]
+    assert rows["gated"][4].replace("−", "-") == f"{sum(gap) / 3:.4f}"
+    assert rows["gated"][6] == "lower"
+    final = dict(zip(table.headings[7:], rows["gated"][7:], strict=True))["minus softmax"]
+    assert float(final.replace("−", "-")) > 0  # at equal tokens
 
-    def mean(arm: str, point: int) -> str:
-        return f"{sum(run.lengths['loss'][point] for run in standing(runs)[arm, 'XS']) / 3:.4f}"
 
-    assert list(rows) == ["gated", "gated_delta", "softmax-parts"]
-    assert {arm: rows[arm][column].partition(" ")[0] for arm in rows} == {
-        "gated": mean("gated", 2), "gated_delta": mean("gated_delta", 1), "softmax-parts": mean("softmax-parts", 1)}
-    assert "(" in rows["gated"][column]
-    assert float(rows["gated"]["val loss"].partition(" ")[0]) > float(rows["gated_delta"]["val loss"].partition(" ")[0])
+def test_a_difference_is_shown_with_one_confidence_for_all_of_a_table():
+    runs = all_runs(("softmax-parts", "gated_delta", "kda"), ("XS",))
+    few = [run for run in runs if "kda" not in run.name]
+    for seed, run in enumerate(standing(few)["gated_delta", "XS"]):
+        run.val.points["loss"] = run.val.points["loss"] + 0.012 * seed
+    for chosen, verdict in ((few, "lower"), ([*few, *(run for run in runs if "kda" in run.name)], "not significant")):
+        (table,) = [figure for figure in figures(chosen) if figure.name == "rung-XS"]
+        (row,) = [row for row in table.rows if row[0] == "gated_delta"]
+        assert row[10] == verdict
 
 
 def test_gains_in_time_are_by_speeds_without_load(runs):
@@ -156,10 +168,10 @@ def test_where_a_row_was_trained(runs):
 
 def test_abilities_are_those_of_the_same_attentions(runs):
     grid = Figure("abilities", "Abilities", Axis("task", "category"), "accuracy", tuple(
-        Line(name, name, (Point("Z2", value, None, ("a",)), Point("mqar", 1.0, None, ("b",))))
+        Line(name, name, (Point("Z2", value, (value - 0.25, value + 0.25), ("a",)), Point("mqar", 1.0, None, ("b",))))
         for name, value in (("softmax", 0.5), ("kda", 0.75), ("gated", 0.25))), (), (), grid=True)
     found = next(each for each in figures(runs, {}, grid) if each.name == "abilities")
-    assert found.rows == (("softmax-parts", "0.5000", "1.0000"), ("kda", "0.7500", "1.0000"))
+    assert found.rows == (("softmax", "0.500 ± 0.250", "1.000"), ("kda", "0.750 ± 0.250", "1.000"))
     assert found.headings == ("attention", "Z2", "mqar")
 
 
