@@ -187,7 +187,8 @@ def command(arguments: Sequence[str]) -> int:
         write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, len(runs))))
         return 0
     code = run(options, study, runs)
-    while code == 0 and options.index is None and study.follows_results:
+    # Runs may follow from a run that diverged; a stopped sweep has a code of 128 and more.
+    while code in (0, FAILURE) and options.index is None and study.follows_results:
         known, runs = len(runs), plan(study, options.out, quick=options.quick, **part)
         if len(runs) == known:
             break

@@ -187,6 +187,32 @@ class Run:
         return float(values[-1]) if len(values) else None
 
     @property
+    def diverged(self) -> bool:
+        """Whether training ended at a loss or gradient that is not finite."""
+        ends = [curve.points[name][-1] for curve, name in (
+            (self.train, "loss"), (self.train, "gradient_norm"), (self.val, "loss")) if name in curve.points]
+        return not self.is_finished and not np.isfinite(ends).all()
+
+    def to_the_end(self) -> "Run":
+        """A run that diverged, with the lines that it lacks at its end and at its lengths: their losses are NaN. Other
+        runs, and those without a number of steps, as they are."""
+        train, last = self.config["train"], self.train.points
+        if not self.diverged or not train["steps"] or "step" not in last:
+            return self
+        steps = [round(part * train["steps"]) for part in train["anneal_at"][:-1]]
+
+        def continued(curve: Curve, ends: Sequence[int]) -> Curve:
+            missing = np.array([end for end in ends if end not in curve.points.get("step", ())], float)
+            known = {name: missing * last[name][-1] / last["step"][-1] for name in ("step", "tokens", "flops")
+                     if name in last}
+            nothing = np.full(len(missing), np.nan)
+            points = {name: np.append(curve.points.get(name, ()), known.get(name, nothing))
+                      for name in {**curve.points, **known, "loss": nothing}}
+            return replace(curve, points=points, means=points, lines=curve.lines + len(missing))
+
+        return replace(self, val=continued(self.val, [train["steps"]]), annealed=continued(self.annealed, steps))
+
+    @property
     def has_curve(self) -> bool:
         """Whether anything was logged; otherwise the run has only an evaluation, such as one of published weights."""
         return bool(self.train or self.val)

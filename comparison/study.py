@@ -299,10 +299,12 @@ def reader(out_dir: Path, record: StudyRecord) -> Reader:
 
 
 def finished_runs(out_dir: Path) -> list[Run]:
-    """The finished runs of the output folder of a study; none if there is no such folder."""
+    """The finished runs of the output folder of a study, and those that diverged, whose last loss is NaN; none if there
+    is no such folder."""
     if not (Path(out_dir) / RECORD).is_file():
         return []
-    return [run for run in reader(out_dir, read_study(out_dir)).read().runs if run.is_finished and not run.is_empty]
+    runs = [run.to_the_end() for run in reader(out_dir, read_study(out_dir)).read().runs]
+    return [run for run in runs if run.is_finished and not run.is_empty]
 
 
 def left_out(found: Found, folders: Sequence[Path]) -> list[str]:

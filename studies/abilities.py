@@ -14,6 +14,7 @@ The quick form has ``gated_delta`` with writes up to 2 against softmax, tasks of
 ``--rows`` takes arms or other modes; with ``--quick`` against softmax.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,6 +112,6 @@ def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
         accuracy, loss = run.final("accuracy"), run.final()
         if run.seed == 0 and accuracy is not None and loss is not None:
             task = next(task for task in TASKS if run.name.startswith(f"{task}-{arm_of(run)}-"))
-            found = accuracy, -loss, run.config["optimizer"]["learning_rate"]
-            tried.setdefault((arm_of(run), task), []).append(found)
+            of_rate = (accuracy, -loss) if math.isfinite(loss) else (-math.inf, -math.inf)
+            tried.setdefault((arm_of(run), task), []).append((*of_rate, run.config["optimizer"]["learning_rate"]))
     return {key: max(found)[2] for key, found in tried.items() if len(found) == len(GRID)}

@@ -21,6 +21,7 @@ seeds. The bits per dimension are of 2,000 test images. The folder has the IDX f
 too.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,8 @@ def _tried(runs: Sequence[Run]) -> dict[str, dict[float, float]]:
     tried: dict[str, dict[float, float]] = {}
     for run in runs:
         if run.seed == 0 and (bits := run.final(BITS)) is not None:
-            tried.setdefault(arm_of(run), {})[run.config["optimizer"]["learning_rate"]] = bits
+            tried.setdefault(arm_of(run), {})[run.config["optimizer"]["learning_rate"]] = (
+                bits if math.isfinite(bits) else math.inf)
     return tried
 
 

@@ -69,6 +69,9 @@ with (folder / "metrics.jsonl").open("w") as file:
 (folder / "environment.json").write_text(json.dumps({"parameters": 1000, "step_bytes": 5_000_000}))
 if (study / "config.json").exists():
     (folder / "config.json").write_bytes((study / "config.json").read_bytes())
+if folder.name in (study / "diverging.txt").read_text().split():
+    (folder / "metrics.jsonl").write_text(json.dumps(line | {"split": "train", "step": 7, "loss": None}) + "\\n")
+    sys.exit("train.py: step 7: the loss is not finite")
 '''
 
 STUDY = '''
@@ -98,7 +101,7 @@ class SweptStudy:
     def __init__(self, folder: Path):
         self.folder, self.path, self.out = folder, folder / "study.py", folder / "out"
         self.path.write_text(STUDY)
-        for name in ("failing.txt", "broken.txt", "endless.txt", "begun.txt"):
+        for name in ("failing.txt", "broken.txt", "diverging.txt", "endless.txt", "begun.txt"):
             (folder / name).touch()
 
     def change(self, old: str, new: str) -> None:
@@ -320,18 +323,31 @@ def test_parts_of_a_study_share_a_folder(made: SweptStudy, capsys):
     assert "has no ladder of sizes; expected a study with get_runs(quick, rungs=None)" in message
 
 
-def test_runs_that_follow_from_results_are_run_after_them(made: SweptStudy, capsys):
+@pytest.fixture
+def following(made: SweptStudy) -> SweptStudy:
+    """A study whose second seeds follow from two results of 11 steps."""
     config = write_run(made.folder / "like") / "config.json"
     with edited(config) as values:
         values["train"]["steps"] = 11
     config.rename(made.folder / "config.json")
     made.change("def get_runs(quick):", "def get_runs(quick, finished=()):")
     made.change('"train.seed": (0, 1)', '"train.seed": (0, 1) if len(finished) > 1 else (0,)')
-    assert made.sweep() == 0
-    assert made.begun() == [RUNS[0], RUNS[2], RUNS[1], RUNS[3]]
+    return made
+
+
+def test_runs_that_follow_from_results_are_run_after_them(following: SweptStudy, capsys):
+    assert following.sweep() == 0
+    assert following.begun() == [RUNS[0], RUNS[2], RUNS[1], RUNS[3]]
     assert "2 more runs follow from these results" in capsys.readouterr().err
-    assert made.sweep() == 0
-    assert made.begun() == []
+    assert following.sweep() == 0
+    assert following.begun() == []
+
+
+def test_runs_follow_from_one_that_diverged_too(following: SweptStudy, capsys):
+    (following.folder / "diverging.txt").write_text(RUNS[0])
+    assert following.sweep() == 1
+    assert set(following.begun()) == set(RUNS)
+    assert f"{RUNS[0]}: exit code 1: train.py: step 7: the loss is not finite" in capsys.readouterr().err
 
 
 def test_the_folder_of_another_study_or_form_is_refused(made: SweptStudy, capsys):

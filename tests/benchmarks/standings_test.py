@@ -1,16 +1,20 @@
 """Rows of the standings: what is refused, and that tables are made from files alone."""
 
 import copy
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import standings as command
 from benchmarks import standings_speeds
 from comparison import standings, standings_figures, standings_rows
+from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import Place
 from comparison.study import load_study
@@ -90,7 +94,33 @@ def test_a_seed_that_diverged_stays_in(row):
     found = {figure.name: figure for figure in standings_figures.figures(standings_rows.runs_of(row))}
     (cells,) = found["rung-S"].rows
     assert cells[-1] == "3"
-    assert cells[3] == "not finite"
+    assert dict(zip(found["rung-S"].headings, cells, strict=True))["val loss"] == "not finite"
+
+
+def test_a_run_that_stopped_as_it_diverged_counts_for_its_rate_and_its_seed():
+    runs = all_runs(("gated_delta",), ("XS",))
+    for place in (Place("XS", "gated_delta", 0.004, 0), Place("XS", "gated_delta", 0.008, 2)):
+        (i,) = [i for i, run in enumerate(runs) if run.name == place.name]
+        line = {"step": 300, "tokens": 300 * 4096, "flops": 300 * 4096 * 6.0 * 196_608, "loss": 2.0,
+                "gradient_norm": np.nan, "train_seconds": 30.0}
+        train = Curve(points := {name: np.array([value], float) for name, value in line.items()}, points, 1)
+        first = {name: values[:1] for name, values in runs[i].annealed.points.items()}  # at step 240
+        stopped = dataclasses.replace(runs[i], train=train, val=Curve(), annealed=Curve(first, first, 1),
+                                      evaluations=[], window_losses={})
+        assert stopped.diverged
+        assert not stopped.is_finished
+        runs[i] = stopped.to_the_end()
+    losses = standings.losses_of(runs)
+    assert losses[Place("XS", "gated_delta", 0.004, 0)] == math.inf
+    assert standings.unfinished("XS", "gated_delta", losses) == ""
+    row = json.loads(json.dumps(standings_rows.row_of("gated_delta", runs)))
+    assert command.problems(row) == []
+    lines = entry(row, "XS-gated_delta-0.008-seed-2")["annealed"]
+    assert (lines["step"], lines["loss"][1], lines["train_seconds"][1]) == ([240, 480], None, None)
+    found = {figure.name: figure for figure in standings_figures.figures(standings_rows.runs_of(row))}
+    (cells,) = found["rung-XS"].rows
+    assert dict(zip(found["rung-XS"].headings, cells, strict=True))["val loss"] == "not finite"
+    assert cells[-1] == "3"
 
 
 def test_a_byte_counted_twice_is_found(row):
