@@ -36,12 +36,15 @@ from comparison.standings_rows import SPEEDS, Row, read_row, row_of, rows_of, ru
 from comparison.study import finished_runs
 from configs import schema
 from configs.schema import Config, flatten, groups_of
+from data.documents import BYTES
 from models import gpt
+from models.parameters import count_parameters
 from support import json_files
 from support.command import note, status
 from support.errors import ConfigError
+from training.accounting import flops_per_token
 from training.cli import DataFlags, load_config, parse_command_line
-from training.step import make_model
+from training.step import abstract_model, make_model
 
 ABILITIES = Path(__file__).parent / "results" / "studies" / "abilities"
 """Folder of the figures of studies/abilities.py."""
@@ -49,6 +52,8 @@ FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify
         "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
 """Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. A
 checksum tells whether the text is the same."""
+FLOPS_FACTOR = 1.5
+"""FLOPs depend on the length of chunks, which an attention may choose for its device."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -78,6 +83,33 @@ def expected_fields(place: Place) -> dict[str, Any]:
 
 
 @cache
+def work_of(rung: str, arm: str) -> tuple[int, float]:
+    """The parameters of an arm at a rung, and the FLOPs of training on a token."""
+    config = protocol_config(Place(rung, arm, standings.START[0], 0))
+    parameters = count_parameters(abstract_model(config, BYTES.size))
+    flops = flops_per_token(config.to_dict(), {"parameters": parameters, "vocabulary_size": BYTES.size})
+    assert flops is not None
+    return parameters, flops
+
+
+def work_problems(row: Row) -> list[str]:
+    """What is wrong with the parameters and FLOPs of a row's runs."""
+    found = []
+    for entry in row["runs"]:
+        place = Place.of(entry["name"])
+        assert place is not None
+        parameters, flops = work_of(place.rung, place.arm)
+        if entry["parameters"] != parameters:
+            found.append(f"{place.name}: it has {entry['parameters']:,} parameters; expected {parameters:,}")
+        for lines in (entry["val"], entry["annealed"]):
+            for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
+                if not flops / FLOPS_FACTOR <= counted / tokens <= flops * FLOPS_FACTOR:
+                    found.append(f"{place.name}: {counted / tokens:.3g} FLOPs a token after {tokens:,.0f} tokens; "
+                                 f"expected about {flops:.3g}")
+    return found
+
+
+@cache
 def prefix_difference(config: str) -> float:
     """The largest difference in the logits before a token that later tokens make, of a new model of a config.
 
@@ -88,11 +120,11 @@ def prefix_difference(config: str) -> float:
     """
     whole = Config.from_dict({"format": schema.FORMAT} | json.loads(config))
     in_float32 = gpt.resolve_config(dataclasses.replace(whole.model, dtype="float32"))
-    model = make_model(dataclasses.replace(whole, model=in_float32), 257)
+    model = make_model(dataclasses.replace(whole, model=in_float32), BYTES.size)
     rng, ends = np.random.default_rng(0), (1, 63, 64, 129, 200, 319)
-    tokens_BT = np.tile(rng.integers(0, 257, 320), (1 + len(ends), 1))
+    tokens_BT = np.tile(rng.integers(0, BYTES.size, 320), (1 + len(ends), 1))
     for row_T, end in zip(tokens_BT[1:], ends, strict=True):
-        row_T[end:] = rng.integers(0, 257, len(row_T) - end)
+        row_T[end:] = rng.integers(0, BYTES.size, len(row_T) - end)
     logits_BTV = np.asarray(nnx.jit(lambda model, tokens_BT: model(tokens_BT))(model, jnp.array(tokens_BT)))
     return max(float(np.abs(logits_TV[:end] - logits_BTV[0, :end]).max())
                for logits_TV, end in zip(logits_BTV[1:], ends, strict=True))
@@ -105,11 +137,15 @@ def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
         row: the row.
         others: rows of the same standings.
     """
+    if not standings.is_known(row["row"]):
+        return ["this version of lineargpt has no such attention"]
     corpus = standings.PYTHON_PACKAGES if row["standings"] == standings.VERSION else standings_rows.corpus_of(
         others[0] if others else row)
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
                 if (place := Place.of(entry["name"])) is not None}
     found = standings_rows.problems(row, expected, corpus)
+    if not found:
+        found += work_problems(row)
     if row["runs"] and not found:
         worst = prefix_difference(json.dumps(row["runs"][0]["config"]))
         if worst > PREFIX_TOLERANCE:
@@ -140,8 +176,12 @@ def add(rows: Sequence[Row]) -> list[str]:
     refused = []
     for row in rows:
         folder = standings_rows.RESULTS / row["standings"]
-        others = [other for arm, other in rows_of(folder).items() if arm != row["row"]]
-        if found := problems(row, others):
+        others = rows_of(folder)
+        before = others.pop(row["row"], None)
+        found = problems(row, [*others.values()])
+        if before is not None and (lost := [rung for rung in before["rungs"] if rung not in row["rungs"]]):
+            found.append(f"it lacks rung {', '.join(lost)} of {folder / row['row']}.json; delete that file first")
+        if found:
             refused += [f"{row['row']}: {text}" for text in found]
         else:
             folder.mkdir(parents=True, exist_ok=True)

@@ -19,13 +19,12 @@ from benchmarks import report, timing
 from benchmarks.sampling import CALLS_PER_SAMPLE, continuation
 from benchmarks.train_step import Step
 from configs.schema import Config
+from data.documents import BYTES
 from models.gpt import GPT
 from sampling.sampler import TOKENS_PER_CALL, Sampler
 from support.command import status
 from support.errors import ConfigError
 from support.ranges import Count, Positive
-
-VOCABULARY = 257
 
 
 @dataclass(kw_only=True)
@@ -69,7 +68,7 @@ def training(rung: str, configs: Mapping[str, Config], context: int, options: Op
         rows = max(1, config.train.batch_size * config.model.context // context)
         config = replace(config, model=replace(config.model, context=context),
                          train=replace(config.train, batch_size=rows))
-        cases[arm] = Row(mode=arm, rung=rung, context=context), partial(Step, config, VOCABULARY)
+        cases[arm] = Row(mode=arm, rung=rung, context=context), partial(Step, config, BYTES.size)
     timing.time_cases(cases, options.repeats, seconds=options.seconds_per_case)
     for arm, (row, _) in cases.items():
         tokens = max(context, configs[arm].train.batch_size * configs[arm].model.context)
@@ -80,7 +79,7 @@ def training(rung: str, configs: Mapping[str, Config], context: int, options: Op
 def sampling(rung: str, configs: Mapping[str, Config], position: int, options: Options) -> list[Row]:
     """The rows of a rung of a token after ``position`` others; configs by arm."""
     def prepare(config: Config) -> Callable[[], Any]:
-        model = GPT(replace(config.model, positions="none"), VOCABULARY, rngs=nnx.Rngs(0))
+        model = GPT(replace(config.model, positions="none"), BYTES.size, rngs=nnx.Rngs(0))
         draw = continuation(Sampler(model), position, calls=CALLS_PER_SAMPLE)
         return lambda: [draw() for _ in range(CALLS_PER_SAMPLE)][-1]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from comparison.runs import Run
 from comparison.study import Variation, mode_fields
+from models import attention
 from support.errors import ConfigError
 
 VERSION = "S1"
@@ -159,8 +160,20 @@ class Place:
 
 
 def arm_of(name: str) -> Arm:
-    """An arm by its name, or a mode with its own options."""
-    return (ARMS | VARIANTS).get(name) or Arm(name)
+    """An arm by its name, or a mode with its own options.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if (arm := (ARMS | VARIANTS).get(name)) is not None:
+        return arm
+    options = attention.load(name, "row").Config()
+    return Arm(name, baseline="softmax-parts" if getattr(options, "short_conv", 0) else "softmax")
+
+
+def is_known(name: str) -> bool:
+    """Whether :func:`arm_of` has an arm of this name."""
+    return name in ARMS | VARIANTS or name in attention.modes()
 
 
 def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, float]) -> list[Place]:

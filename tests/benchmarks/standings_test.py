@@ -81,6 +81,10 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row)["windows"]["1024"]["loss"].pop(), "the losses of 127 val windows; expected 128"),
     (lambda row: row["runs"].append(entry(row)), "a run is there twice"),
     (lambda row: row.update(row="kda"), "XS-gated_delta-0.004-seed-0: it is not of the row kda"),
+    (lambda row: row.update(row="mamba"), "this version of lineargpt has no such attention"),
+    (lambda row: entry(row).update(parameters=9), "it has 9 parameters; expected"),
+    (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "6.36e+04 FLOPs a token after 15,728,640 tokens"),
+    (lambda row: entry(row)["windows"]["1024"]["loss"].__setitem__(0, None), "losses of val windows are not finite"),
 ])
 def test_what_is_refused(row, change, message):
     change(row)
@@ -101,7 +105,8 @@ def test_a_run_that_stopped_as_it_diverged_counts_for_its_rate_and_its_seed():
     runs = all_runs(("gated_delta",), ("XS",))
     for place in (Place("XS", "gated_delta", 0.004, 0), Place("XS", "gated_delta", 0.008, 2)):
         (i,) = [i for i, run in enumerate(runs) if run.name == place.name]
-        line = {"step": 300, "tokens": 300 * 4096, "flops": 300 * 4096 * 6.0 * 196_608, "loss": 2.0,
+        tokens = 300 * 4096
+        line = {"step": 300, "tokens": tokens, "flops": tokens * command.work_of("XS", "gated_delta")[1], "loss": 2.0,
                 "gradient_norm": np.nan, "train_seconds": 30.0}
         train = Curve(points := {name: np.array([value], float) for name, value in line.items()}, points, 1)
         first = {name: values[:1] for name, values in runs[i].annealed.points.items()}  # at step 240
@@ -184,9 +189,9 @@ def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, tmp_pa
     at = {rung: [run for run in runs if Place.of(run.name).rung == rung] for rung in ("XS", "S")}
     monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
 
-    def add(runs: list[Run]) -> tuple[dict[str, Any], str]:
+    def add(runs: list[Run], code: int = 0) -> tuple[dict[str, Any], str]:
         monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
-        assert command.main(["--add", "runs/s1"]) == 0
+        assert command.main(["--add", "runs/s1"]) == code
         return standings_rows.read_row(tmp_path / "S1" / f"{arm}.json"), capsys.readouterr().err
 
     with pytest.raises(ConfigError, match="S follows from the rungs before"):
@@ -205,9 +210,12 @@ def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, tmp_pa
     assert "rung XS" not in said
     assert add(at["S"][:-1])[0] == whole  # what is there stays
     monkeypatch.setitem(standings_runs.BEST, arm, 0.016)
-    other, said = add(all_runs((arm,), ("XS",)))
-    assert other["rungs"] == ["XS"]  # S does not follow from another best rate
+    kept, said = add(all_runs((arm,), ("XS",)), code=1)  # S does not follow from another best rate
+    assert kept == whole
     assert "rung S is not finished: its rate has not been found; left out" in said
+    assert "it lacks rung S of" in said
+    (tmp_path / "S1" / f"{arm}.json").unlink()
+    assert add(all_runs((arm,), ("XS",)))[0]["rungs"] == ["XS"]
 
 
 def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, tmp_path: Path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.standings import protocol_config
+from benchmarks.standings import protocol_config, work_of
 from comparison import standings
 from comparison.curves import Curve
 from comparison.runs import Run
@@ -23,7 +23,7 @@ WORSE = {"softmax": 0.3, "softmax-parts": 0.0, "gated_delta": -0.05, "kda": 0.1,
 
 
 def loss_of(place: Place, flops: float) -> float:
-    """Nats per token: a power law of the compute, worse for other rates than the best."""
+    """Nats per token: a power law of 6 FLOPs for each parameter and token, worse for other rates than the best."""
     worse = WORSE[place.arm] * (RUNGS[place.rung].width / 64) ** (-1 if place.arm == "kda" else 0)
     best = BEST[place.arm] * 64 / RUNGS[place.rung].width
     return 1 + 40 * flops**-0.15 + worse + 0.02 * math.log2(place.rate / best) ** 2 + 0.003 * math.sin(
@@ -34,15 +34,16 @@ def run_of(place: Place) -> Run:
     config, rung = groups_of(protocol_config(place).to_dict()), RUNGS[place.rung]
     steps, tokens = config["train"]["steps"], rung.rows * standings.CONTEXT
     ends = np.array([round(steps * part) for part in config["train"]["anneal_at"]], float)
-    flops = ends * tokens * 6.0 * rung.parameters
-    loss = np.array([loss_of(place, each) for each in flops])
-    lines = {"step": ends, "tokens": ends * tokens, "flops": flops, "train_seconds": ends * 0.1, "loss": loss,
+    parameters, flops_per_token = work_of(place.rung, place.arm)
+    loss = np.array([loss_of(place, each * tokens * 6.0 * rung.parameters) for each in ends])
+    lines = {"step": ends, "tokens": ends * tokens, "flops": ends * tokens * flops_per_token,
+             "train_seconds": ends * 0.1, "loss": loss,
              "bits_per_byte": loss / math.log(2) / standings.PYTHON_PACKAGES.bytes_per_token}
     end, before = ({name: values[part] for name, values in lines.items()} for part in (slice(-1, None), slice(0, -1)))
     windows = loss[-1] + 0.2 * np.sin(np.arange(standings.WINDOWS))
     tokens_N = np.full(standings.WINDOWS, standings.CONTEXT)
     return Run(place.name, Path(place.name), config, {
-        "corpus_checksum": standings.PYTHON_PACKAGES.checksum, "parameters": rung.parameters + 257 * rung.width,
+        "corpus_checksum": standings.PYTHON_PACKAGES.checksum, "parameters": parameters,
         "commit": "c0ffee", "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
         "command": ["train.py", "--run-dir", "/somewhere", "--data.dir", "/here", "--x"]},
         Curve(), Curve(end, end, 1), evaluations=[

@@ -1,5 +1,6 @@
 """The protocol of the standings: its sizes, its runs and its figures."""
 
+import numpy as np
 import pytest
 
 from comparison import standings, standings_rows
@@ -106,15 +107,15 @@ def test_differences_gains_and_trends(runs):
 def test_a_table_is_sorted_by_the_loss_at_equal_compute(monkeypatch):
     monkeypatch.setitem(standings_runs.WORSE, "gated", 0.02)
     runs = all_runs(("softmax-parts", "gated_delta", "gated"), ("XS",))
-    for run in runs:  # a run of gated has half of the FLOPs: it ends at the equal compute
-        if "gated-" in run.name:
-            for curve in (run.val, run.annealed):
-                curve.points["flops"] = curve.points["flops"] / 2
+    half = {"gated": 2}  # a run of gated has half of the FLOPs of others: it ends at the equal compute
+    for run in runs:
+        for curve in (run.val, run.annealed):
+            curve.points["flops"] = curve.points["tokens"] * 2e6 / half.get(run.attention, 1)
     (table,) = [figure for figure in figures(runs) if figure.name == "rung-XS"]
     rows = {row[0]: row for row in table.rows}
     at = {"gated": 2, "gated_delta": 1, "softmax-parts": 1}  # of its lengths
     losses = {arm: [run.lengths["loss"][point] for run in standing(runs)[arm, "XS"]] for arm, point in at.items()}
-    assert table.headings[3] == f"loss at {standing(runs)['gated', 'XS'][0].val.points['flops'][-1]:.2e} FLOPs"
+    assert table.headings[3] == f"loss at {960 * 4096 * 1e6:.2e} FLOPs"
     assert [*rows] == ["gated_delta", "gated", "softmax-parts"]
     for arm, values in losses.items():
         assert rows[arm][3].startswith(f"{sum(values) / 3:.4f} (")
@@ -137,7 +138,9 @@ def test_a_difference_is_shown_with_one_confidence_for_all_of_a_table():
 
 
 def test_gains_in_time_are_by_speeds_without_load(runs):
-    speeds = {(arm, rung, "context", 1024): speed / RUNGS[rung].parameters for arm, speed in (
+    flops = {(arm, rung): runs[0].val.points["flops"][-1] / runs[0].val.points["tokens"][-1]
+             for (arm, rung), runs in standing(runs).items()}
+    speeds = {(arm, rung, "context", 1024): speed / flops[arm, rung] for arm, speed in (
         ("softmax-parts", 1e9), ("gated_delta", 5e8), ("kda", 2e9)) for rung in RUNGS}
     speeds |= {("kda", "XS", "position", 128): 500.0}
     found = {figure.name: figure for figure in figures(runs, speeds)}
@@ -145,14 +148,15 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
     for arm, factor in (("gated_delta", 0.5), ("kda", 2.0)):
         in_flops, in_seconds = (float(rows[arm][f"gain in {unit}"]) for unit in ("FLOPs", "seconds"))
         assert in_seconds == pytest.approx(factor * in_flops, rel=0.02)
-    # kda ends in half of softmax's time; gated_delta is at half of its run then, at its annealed point.
+    # kda ends before softmax; gated_delta is between its annealed points then.
     assert rows["kda"]["loss at softmax's time"] == "–"
-    half = [run.lengths["loss"][1] for run in standing(runs)["gated_delta", "S"]]
-    assert float(rows["gated_delta"]["loss at softmax's time"].partition(" ")[0]) == pytest.approx(
-        sum(half) / 3, abs=1e-3)
+    lengths = [run.lengths for run in standing(runs)["gated_delta", "S"]]
+    tokens = 0.5 * flops["softmax-parts", "S"] / flops["gated_delta", "S"] * lengths[0]["tokens"][-1]
+    at = [np.interp(np.log(tokens), np.log(each["tokens"]), each["loss"]) for each in lengths]
+    assert rows["gated_delta"]["loss at softmax's time"].startswith(f"{np.mean(at):.4f} (")
     costs = {row[:2]: row[2:] for row in found["costs"].rows}
-    assert costs["XS", "kda"] == ("10,173", "2.000")
-    assert costs["S", "kda"] == ("2,543", "–")
+    assert costs["XS", "kda"] == (f"{2e9 / flops['kda', 'XS']:,.0f}", "2.000")
+    assert costs["S", "kda"][1] == "–"
     # A law of the seconds has the exponent of that of the FLOPs, which are as many a second at every size.
     exponents = [{row[0]: float(row[2]) for row in found[name].rows} for name in ("fits", "fits-time")]
     assert exponents[0] == pytest.approx(exponents[1], abs=0.02)
