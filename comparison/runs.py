@@ -197,9 +197,9 @@ class Run:
         """A run that diverged, with the lines that it lacks at its end and at its lengths: their losses are NaN. Other
         runs, and those without a number of steps, as they are."""
         train, last = self.config["train"], self.train.points
-        if not self.diverged or not train["steps"] or "step" not in last:
+        if not self.diverged or not train.get("steps") or "step" not in last:
             return self
-        steps = [round(part * train["steps"]) for part in train["anneal_at"][:-1]]
+        steps = [round(part * train["steps"]) for part in train.get("anneal_at", ())[:-1]]
 
         def continued(curve: Curve, ends: Sequence[int]) -> Curve:
             missing = np.array([end for end in ends if end not in curve.points.get("step", ())], float)
