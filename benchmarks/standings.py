@@ -8,9 +8,10 @@
 ``--add`` writes the row of every arm in the folder of studies/standings.py to benchmarks/results/standings/S1/ARM.json.
 Rungs that are there already and that the folder does not finish are kept; those that neither finishes are left out, and
 named. With ``--text NAME``, for runs on another text than that of S1, it is S1-NAME/ARM.json. ``--check`` checks the
-files of rows, such as another's: the configs, the corpus, steps, tokens, clocks and bytes of every run, that no rate or
-seed is missing, and that the attention gives the same output whatever tokens follow. A row that fails is refused: it is
-not written. All end with the figures and tables of all rows, which are made from their files alone.
+files of rows, such as another's, and adds them: the configs, the corpus, steps, tokens, clocks, bytes, parameters and
+FLOPs of every run, that no rate or seed is missing, and that the attention gives the same output whatever tokens
+follow. A row that fails is refused: it is not written. All end with the figures and tables of all rows, which are made
+from their files alone.
 """
 
 import dataclasses

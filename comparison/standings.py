@@ -3,6 +3,7 @@
 docs/standings.md explains it. A change of any number here, or in configs/standings.py, makes another version.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -183,23 +184,28 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
     and those around it are tried at a quarter of the length, then the best is run with all seeds. M has one run.
 
     Raises:
-        ConfigError: there is no such rung, or the rates of one have not been found at the one before.
+        ConfigError: there is no such rung, no arm has one of them, or an arm has not finished the one before.
     """
-    arms = list(arms)
+    arms, rungs = list(arms), list(rungs)
     for rung in rungs:
         if rung not in RUNGS:
             raise ConfigError(f"rungs: no rung {rung!r} that is run; expected {', '.join(RUNGS)}")
-    found = []
-    for name, rung in RUNGS.items():
+    found: list[Place] = []
+    for before, name in itertools.pairwise([None, *RUNGS]):
         if name not in rungs:
             continue
         here = [arm for arm in arms if name in arm_of(arm).rungs]
-        tried = {arm: _tried(name, arm, losses) for arm in here}
-        found += [place for arm in here for place in tried[arm]]
-        found += [Place(name, arm, rate, seed) for seed in range(rung.seeds) for arm in here
-                  if (rate := best_rate(name, arm, losses)) is not None]
-        if not found:
-            raise ConfigError(f"rungs: {name} follows from the rungs before; run these first, or name them too")
+        mine = [place for arm in here for place in _tried(name, arm, losses)]
+        mine += [Place(name, arm, rate, seed) for seed in range(RUNGS[name].seeds) for arm in here
+                 if (rate := best_rate(name, arm, losses)) is not None]
+        waiting = [arm for arm in here if arm not in {place.arm for place in mine}]
+        if waiting and before not in rungs:
+            raise ConfigError(f"rungs: {name} follows from the rungs before, which {', '.join(waiting)} "
+                              f"{'has' if len(waiting) == 1 else 'have'} not finished; run these first, or name them "
+                              "too")
+        found += mine
+    if not found:
+        raise ConfigError(f"rungs: {', '.join(arms)} {'has' if len(arms) == 1 else 'have'} no rung {', '.join(rungs)}")
     return list(dict.fromkeys(found))
 
 

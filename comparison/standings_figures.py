@@ -83,7 +83,7 @@ def by_seed(a: Sequence[Run], b: Sequence[Run], losses: Callable[[Sequence[Run]]
 
 def _difference(differences: Collection[float], compared: int) -> tuple[str, str, str]:
     """The mean of differences by seed, its interval, and what that shows with a total confidence of 95 % in all
-    comparisons of a table (Bonferroni)."""
+    comparisons of a column (Bonferroni)."""
     if not differences or not np.isfinite([*differences]).all():
         return "–", "–", ""
     mean, interval = float(np.mean([*differences])), mean_interval([*differences])
@@ -171,12 +171,14 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
             *("–" if each is None else number_text(each) for each in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (), (
-        "attention", "softmax with the same parts", "parameters", f"loss at {compute:.2e} FLOPs", "minus softmax",
+        "attention", "softmax with the same parts", "parameters",
+        "loss at equal FLOPs" if math.isnan(compute) else f"loss at {compute:.2e} FLOPs", "minus softmax",
         "95 % interval", "", "val loss", "minus softmax", "95 % interval", "", "bits per byte", "gain in FLOPs",
         "gain in seconds", "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
         f"state at {CONTEXT:,}, KiB", "seeds"),
         tuple(row for _, row in sorted(rows, key=lambda row: (*np.nan_to_num(row[0], nan=math.inf), row[1]))),
-        (f"Higher and lower: with a confidence of 95 % in all {compared} comparisons of a column together.",))
+        (f"Higher and lower: with a confidence of 95 % in all {compared} comparisons of a column together.",)
+        if compared else ())
 
 
 def _mean(losses: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -644,14 +646,28 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
     assert higher.name == "mnist-gated-0.1-seed-0"
     assert not any("gated" in run.name for run in seeds)
     runs.append(finished(higher, 0.95))
-    assert [run.name for run in planned(*runs)[21:]] == [
-        f"mnist-{arm}-{rate}-seed-{seed}" for seed in (1, 2) for arm, rate in best.items()]
+    for bits in (math.nan, 0.95):
+        runs[-1].val.points["bits_per_dimension"][-1] = bits
+        assert [run.name for run in planned(*reversed(runs))[21:]] == [
+            f"mnist-{arm}-{rate}-seed-{seed}" for seed in (1, 2) for arm, rate in best.items()]
     test = study.figures(runs)[-1]
     assert {row[0]: row[4] for row in test.rows} == {
         "softmax": "1.0000", "chunked": "1.0000", "gated": "1.0000", "kda": "1.0000", "hybrid-kda": "1.0000"}
     assert {point.x for line in test.lines for point in line.points} == {"MNIST"}
     (tmp_path / "mnist" / "meta.json").write_text("{}")
     assert study.runs(True, data_dir=str(tmp_path / "mnist"))[0].fields["data.dir"] == str(tmp_path / "mnist")
+
+
+def test_a_rate_at_which_an_ability_diverged_is_tried_but_not_the_best():
+    study = load_study("studies/abilities.py")
+
+    def run(rate: float, accuracy: float, loss: float) -> SimpleNamespace:
+        return SimpleNamespace(name=f"Z2-kda-{rate:g}-seed-0", seed=0, config={"optimizer": {"learning_rate": rate}},
+                               final=lambda quantity="loss": {"accuracy": accuracy, "loss": loss}[quantity])
+
+    tried = [run(0.01, 0.6, 1.0), run(0.003, 0.7, 1.0), run(0.03, math.nan, math.nan)]
+    for runs in (tried, tried[::-1]):
+        assert study.module.best_rates(runs) == {("kda", "Z2"): 0.003}
 
 
 def test_a_dry_run_ends_with_the_studys_notes_and_what_cannot_start(made: SweptStudy, capsys):

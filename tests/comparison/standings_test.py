@@ -69,6 +69,28 @@ def test_rungs_that_cannot_be_run(rungs, message):
         places(["kda"], rungs, {})
 
 
+def test_an_arm_that_cannot_go_on_is_named_beside_one_that_can():
+    losses = losses_of(all_runs(("kda",), ("XS",)))
+    with pytest.raises(ConfigError, match="rungs before, which gated has not finished"):
+        places(["kda", "gated"], ["S"], losses)
+    assert len(places(["kda", "gated"], ["XS", "S"], losses)) == 5 + 3 + 3  # gated is found at XS first
+    with pytest.raises(ConfigError, match="gated has no rung M"):
+        places(["gated"], ["M"], losses)
+
+
+def test_a_mode_without_an_arm_stands_beside_softmax_with_its_parts(monkeypatch):
+    assert standings.arm_of("window").baseline == "softmax"
+    monkeypatch.setattr(standings, "ARMS", {name: arm for name, arm in standings.ARMS.items() if name != "gated"})
+    assert standings.arm_of("gated").baseline == "softmax-parts"
+
+
+def test_a_table_without_the_reference_has_no_equal_compute():
+    (table,) = [figure for figure in figures(all_runs(("kda",), ("XS",))) if figure.name == "rung-XS"]
+    assert table.headings[3] == "loss at equal FLOPs"
+    assert table.rows[0][3:7] == ("–", "–", "–", "")
+    assert table.remarks == ()
+
+
 def test_only_runs_at_the_best_rate_stand():
     found = standing(all_runs(("kda",)))
     assert {key: [run.seed for run in runs] for key, runs in found.items()} == {
