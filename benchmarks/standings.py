@@ -204,7 +204,7 @@ def measure(options: Options, results: report.Results) -> int:
         arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
         rows = [row_of(arm, runs, name, before.get(arm)) for arm in arms]
         for row in rows:
-            for rung in standings.arm_of(row["row"]).rungs[len(row["rungs"]):]:
+            for rung in [*standings.RUNGS][len(row["rungs"]):]:
                 if why := standings.unfinished(rung, row["row"], losses):
                     note(f"{row['row']}: {why}; left out")
         refused = add(rows)

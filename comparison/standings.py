@@ -27,10 +27,10 @@ WINDOWS = 128
 """Val windows of ``CONTEXT`` tokens in an evaluation."""
 LONGER = (4096, 16384)
 """Longer contexts at which runs are evaluated."""
-FACTORS = (0.5, 1.0, 2.0)
-"""Rates tried at S, as multiples of the one carried over from XS."""
 START = (4e-3, 8e-3, 1.6e-2)
 """Rates tried at XS first; the grid grows by factors of two until the best is inside."""
+FACTORS = (0.5, 1.0, 2.0)
+"""Rates tried at S first, as multiples of the one carried over from XS; the grid grows in the same way."""
 CARRIED = 0.5
 """The rate of a size over that of the size before: inverse to the width."""
 
@@ -98,7 +98,6 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of its mode; of a hybrid, of the last."""
     baseline: str = "softmax-parts"
-    rungs: tuple[str, ...] = ("XS", "S")
     of_width: Mapping[str, int] = field(default_factory=dict)
     """Options that are the width of the rung, divided by a number."""
     abilities: str = ""
@@ -107,14 +106,14 @@ class Arm:
 
 ARMS: dict[str, Arm] = {
     "softmax": Arm("softmax", baseline="softmax", abilities="none"),
-    "softmax-parts": Arm("softmax", PARTS, rungs=("XS", "S", "M"), abilities="softmax"),
+    "softmax-parts": Arm("softmax", PARTS, abilities="softmax"),
     "softmax-forget": Arm("softmax", PARTS | {"forget_gate": True}),
     "chunked": Arm("chunked", baseline="softmax"),
     "gated": Arm("gated"),
-    "gated_delta": Arm("gated_delta", rungs=("XS", "S", "M")),
-    "kda": Arm("kda", rungs=("XS", "S", "M")),
+    "gated_delta": Arm("gated_delta"),
+    "kda": Arm("kda"),
     "power": Arm("power", baseline="softmax"),
-    "hybrid-kda": Arm("kda,kda,kda,softmax", PARTS, rungs=("XS", "S", "M")),
+    "hybrid-kda": Arm("kda,kda,kda,softmax", PARTS),
 }
 VARIANTS: dict[str, Arm] = {
     "kda-equal": Arm("kda", of_width={"rank": 4}),
@@ -184,7 +183,7 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
     and those around it are tried at a quarter of the length, then the best is run with all seeds. M has one run.
 
     Raises:
-        ConfigError: there is no such rung, no arm has one of them, or an arm has not finished the one before.
+        ConfigError: there is no such rung, or an arm has not finished the one before.
     """
     arms, rungs = list(arms), list(rungs)
     for rung in rungs:
@@ -194,18 +193,15 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
     for before, name in itertools.pairwise([None, *RUNGS]):
         if name not in rungs:
             continue
-        here = [arm for arm in arms if name in arm_of(arm).rungs]
-        mine = [place for arm in here for place in _tried(name, arm, losses)]
-        mine += [Place(name, arm, rate, seed) for seed in range(RUNGS[name].seeds) for arm in here
+        mine = [place for arm in arms for place in _tried(name, arm, losses)]
+        mine += [Place(name, arm, rate, seed) for seed in range(RUNGS[name].seeds) for arm in arms
                  if (rate := best_rate(name, arm, losses)) is not None]
-        waiting = [arm for arm in here if arm not in {place.arm for place in mine}]
+        waiting = [arm for arm in arms if arm not in {place.arm for place in mine}]
         if waiting and before not in rungs:
             raise ConfigError(f"rungs: {name} follows from the rungs before, which {', '.join(waiting)} "
                               f"{'has' if len(waiting) == 1 else 'have'} not finished; run these first, or name them "
                               "too")
         found += mine
-    if not found:
-        raise ConfigError(f"rungs: {', '.join(arms)} {'has' if len(arms) == 1 else 'have'} no rung {', '.join(rungs)}")
     return list(dict.fromkeys(found))
 
 
@@ -224,17 +220,18 @@ def _tried(rung: str, arm: str, losses: Mapping[Place, float]) -> list[Place]:
     """The runs that find the rate of an arm at a rung."""
     if rung == "M":
         return []
-    if rung == "S":
+    rates, check = list(START), rung == "S"
+    if check:
         carried = best_rate("XS", arm, losses)
-        return [] if carried is None else [
-            Place(rung, arm, _scaled(carried, CARRIED * factor), 0, check=True) for factor in FACTORS]
-    rates = list(START)
-    while all(Place(rung, arm, rate, 0) in losses for rate in rates):
-        best = min(rates, key=lambda rate: losses[Place(rung, arm, rate, 0)])
+        if carried is None:
+            return []
+        rates = [_scaled(carried, CARRIED * factor) for factor in FACTORS]
+    while all(Place(rung, arm, rate, 0, check) in losses for rate in rates):
+        best = min(rates, key=lambda rate: losses[Place(rung, arm, rate, 0, check)])
         if best not in (rates[0], rates[-1]):
             break
         rates = [_scaled(best, 0.5), *rates] if best == rates[0] else [*rates, _scaled(best, 2.0)]
-    return [Place(rung, arm, rate, 0) for rate in rates]
+    return [Place(rung, arm, rate, 0, check) for rate in rates]
 
 
 def _scaled(rate: float, factor: float) -> float:

@@ -15,6 +15,7 @@ from comparison.standings import (
     CONTEXT,
     LONGER,
     PYTHON_PACKAGES,
+    RUNGS,
     VERSION,
     WINDOWS,
     Corpus,
@@ -98,7 +99,7 @@ def row_of(arm: str, runs: Sequence[Run], standings: str = VERSION, before: Row 
         sources.append((losses_of(runs_of(before)), {entry["name"]: entry for entry in before["runs"]}))
     losses: dict[Place, float] = {}
     rungs: dict[str, list[Entry]] = {}
-    for rung in arm_of(arm).rungs:
+    for rung in RUNGS:
         for found, entries in sources:
             known = losses | {place: loss for place, loss in found.items() if place.rung == rung}
             if not unfinished(rung, arm, known):

@@ -62,6 +62,18 @@ def test_larger_sizes_follow_with_carried_rates():
     assert names(places(["kda"], ["M"], losses_of(runs))) == ["M-kda-0.002-seed-0"]
 
 
+def test_at_the_next_size_rates_are_searched_further_too():
+    losses = losses_of(all_runs(("kda",), ("XS",)))
+    tried = places(["kda"], ["S"], losses)
+    losses |= dict(zip(tried, (2.0, 1.8, 1.7), strict=True))
+    assert best_rate("S", "kda", losses) is None
+    (more,) = (place for place in places(["kda"], ["S"], losses) if place not in losses)
+    assert more == Place("S", "kda", 0.016, 0, check=True)
+    assert best_rate("S", "kda", losses | {more: 1.75}) == 0.008
+    (last,) = places(["kda"], ["M"], losses | {more: 1.75})
+    assert last == Place("M", "kda", 0.004, 0)
+
+
 @pytest.mark.parametrize(("rungs", "message"), [
     (["L"], "no rung 'L' that is run; expected XS, S, M"), (["S"], "S follows from the rungs before")])
 def test_rungs_that_cannot_be_run(rungs, message):
@@ -74,8 +86,6 @@ def test_an_arm_that_cannot_go_on_is_named_beside_one_that_can():
     with pytest.raises(ConfigError, match="rungs before, which gated has not finished"):
         places(["kda", "gated"], ["S"], losses)
     assert len(places(["kda", "gated"], ["XS", "S"], losses)) == 5 + 3 + 3  # gated is found at XS first
-    with pytest.raises(ConfigError, match="gated has no rung M"):
-        places(["gated"], ["M"], losses)
 
 
 def test_a_mode_without_an_arm_stands_beside_softmax_with_its_parts(monkeypatch):
