@@ -26,8 +26,8 @@ PLAIN_TOLERANCES = {"float64": 1e-13, "float32": 3e-6}
 # a query is a difference of such terms, several times smaller than they are.
 PLAIN_TOLERANCES["bfloat16"] = 8e-3
 # float32: sums of up to a few thousand terms, and differences of such sums. bfloat16: as above. float16: results are
-# rounded to 11 bits, 1.4e-4 RMS; products are in float32.
-KERNEL_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 3e-4}
+# rounded to 11 bits, 1.4e-4 RMS; products are in float32, whose operands a GPU rounds to 11 bits too.
+KERNEL_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-4}
 DEVICE_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 """On a GPU: float32 sums of float32 products, and 16-bit roundings of products, scores and outputs."""
 
@@ -294,10 +294,12 @@ class DeviceCase(LinearAttentionCase):
 def _on_a_gpu(B: int, T: int, H: int, M: int, D: int, dtype: str, *, state: bool = False,
               **options: Any) -> DeviceCase:
     """By both schedules of the kernel."""
-    # T × T scores of a long sequence take too much memory in float64.
+    # T × T scores of a long sequence take too much memory in float64. Strong decays leave few terms in the decay's
+    # gradient, and the kernels round the rows that form it; the plain form does not.
     return DeviceCase(B, T, H, M, D, dtype=dtype, state=state, implementations=(PARALLEL, SERIAL), used_by=("gpu",),
-                      plain="chunked", expected_from="reference" if T <= 4096 else "chunked",
-                      tolerance=DEVICE_TOLERANCES[dtype], **options)
+                      plain=None if options.get("log_decay") == "strong" else "chunked",
+                      expected_from="reference" if T <= 4096 else "chunked", tolerance=DEVICE_TOLERANCES[dtype],
+                      **options)
 
 
 _FORMATS = ("float32", "bfloat16")

@@ -26,3 +26,11 @@ def test_an_error_beyond_the_tolerance_or_beyond_that_of_the_plain_form_is_a_fau
 def test_sums_that_are_exact_in_the_plain_form_may_be_rounded():
     assert faults_of(CASE, {"y": 1e-7}, {"y": 0.0}) == []
     assert faults_of(CASE, {"y": 2e-6}, {"y": 0.0}) == ["y: 2.0e-06, the plain form 0.0e+00"]
+
+
+def test_on_a_gpu_sums_over_many_tokens_may_be_truncated(monkeypatch):
+    case = next(case for case in find_cases("gpu") if case.op == "linear_attention" and case.T == 4096)
+    assert faults_of(case, {"final s": 3.7e-6}, {"final s": 1.5e-7}) == ["final s: 3.7e-06, the plain form 1.5e-07"]
+    monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
+    assert faults_of(case, {"final s": 3.7e-6}, {"final s": 1.5e-7}) == []
+    assert faults_of(case, {"final s": 2e-5}, {"final s": 1.5e-7}) != []

@@ -51,7 +51,7 @@ def check(case, implementation, monkeypatch):
     with jax.enable_x64(case.dtype == "float64"):
         found = cases.run(case, implementation)()
         inputs, outputs = case.make_shapes(), cases.output_shapes(case)
-        plain = cases.run(case, case.plain)() if case.plain is not None and case.dtype == "bfloat16" else None
+        plain = cases.run_plain(case)
     assert found.keys() == expected.keys()
     for name, x in found.items():
         assert x.dtype == (outputs[name] if name in outputs else inputs[name.removeprefix("d")]).dtype, name
@@ -95,7 +95,7 @@ def test_on_a_gpu_they_are_those_of_the_reference_with_the_same_bits_each_time(c
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
         compute = cases.run(case, implementation)
         found, again = compute(), compute()
-        plain = cases.run(case, case.plain)() if case.plain is not None and case.dtype == "bfloat16" else None
+    plain = cases.run_plain(case)
     errors, plain_errors = (None if results is None else {
         name: cases.error_of(results[name], x) for name, x in expected.items()} for results in (found, plain))
     assert errors is not None
