@@ -70,8 +70,18 @@ class Place:
 
     device: str | None = None
     """A GPU, as in ``CUDA_VISIBLE_DEVICES``."""
+    shared: bool = False
+    """Whether other runs use the GPU too."""
     cores: tuple[int, ...] = ()
     """Cores of the CPU; empty: all. Runs whose threads wait for each other's cores are slower by a tenth."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of its runs."""
+        if self.device is None:
+            return {}
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if self.shared else {}
+        return {"CUDA_VISIBLE_DEVICES": self.device, **memory}
 
 
 @dataclass
@@ -99,7 +109,7 @@ def places(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str, 
     """The place of each parallel run.
 
     Raises:
-        ConfigError: the machine has fewer devices, or runs bounded by minutes would share its cores.
+        ConfigError: the machine has fewer cores, or runs bounded by minutes would share its cores or a GPU.
     """
     if parallel == 1:
         return [Place()]
@@ -116,12 +126,7 @@ def places_on(platform: str, count: int, parallel: int, runs: Sequence[PlannedRu
               environment: Mapping[str, str]) -> list[Place]:
     """:func:`places` for a machine with ``count`` devices of a platform."""
     if platform == "cpu":
-        for run in runs:
-            if run.config is not None and run.config.train.minutes is not None and not is_finished(run):
-                raise ConfigError(
-                    f"parallel is {parallel}: {run.name} trains for {run.config.train.minutes:g} minutes, in which "
-                    "runs that share the cores of a CPU take fewer steps; leave out parallel, or set train.steps, with "
-                    "train.minutes None")
+        _check_not_bounded_by_minutes(runs, parallel, "the cores of a CPU")
         cores = sorted(os.sched_getaffinity(0)) if CAN_PIN else range(os.cpu_count() or 1)
         if parallel > len(cores):
             raise ConfigError(f"parallel is {parallel}; expected at most {len(cores)}, the number of cores")
@@ -129,10 +134,21 @@ def places_on(platform: str, count: int, parallel: int, runs: Sequence[PlannedRu
     if platform != "gpu":
         raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
                           "the runs with index or commands")
-    if parallel > count:
-        raise ConfigError(f"parallel is {parallel}; expected at most {count}, the number of devices")
+    shared = parallel > count
+    if shared:
+        _check_not_bounded_by_minutes(runs, parallel, "a GPU")
+        status(f"{parallel} runs at once share {count} GPU{'s' if count > 1 else ''}: their times do not compare")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return [Place(device) for device in (visible.split(",") if visible else map(str, range(count)))][:parallel]
+    devices = visible.split(",") if visible else [*map(str, range(count))]
+    return [Place(devices[n % count], shared) for n in range(parallel)]
+
+
+def _check_not_bounded_by_minutes(runs: Sequence[PlannedRun], parallel: int, what: str) -> None:
+    for run in runs:
+        if run.config is not None and run.config.train.minutes is not None and not is_finished(run):
+            raise ConfigError(
+                f"parallel is {parallel}: {run.name} trains for {run.config.train.minutes:g} minutes, in which runs "
+                f"that share {what} take fewer steps; leave out parallel, or set train.steps, with train.minutes None")
 
 
 def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[Place],
@@ -214,8 +230,7 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
         if is_finished(one.run):  # by another sweep, while this one waited
             progress.finished.append(one.run)
             return "finished by another process"
-        if one.place.device is not None:
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": one.place.device}
+        environment = {**environment, **one.place.environment}
         with (one.run.folder / OUTPUT).open("ab") as output:
             one.output_start = output.tell()
             # A separate process group keeps Ctrl-C in the terminal from reaching the run: a second signal would end it

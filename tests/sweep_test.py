@@ -516,8 +516,6 @@ def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
 
 
 def test_on_gpus_each_run_has_its_own(made: SweptStudy, monkeypatch):
-    with pytest.raises(processes.ConfigError, match="expected at most 2"):
-        processes.places_on("gpu", 2, 3, [], {})
     devices = [processes.Place("5"), processes.Place("7")]
     assert processes.places_on("gpu", 4, 2, [], {}) == [processes.Place("0"), processes.Place("1")]
     assert processes.places_on("gpu", 2, 2, [], {"CUDA_VISIBLE_DEVICES": "5,7"}) == devices
@@ -527,6 +525,18 @@ def test_on_gpus_each_run_has_its_own(made: SweptStudy, monkeypatch):
     assert made.sweep("--parallel", 2) == 0
     used = [line.split()[1] for line in (made.folder / "begun.txt").read_text().splitlines()]
     assert set(used) == {"5", "7"}
+
+
+def test_more_runs_than_gpus_share_them(made: SweptStudy, monkeypatch, capsys):
+    shared = processes.places_on("gpu", 2, 3, [], {})
+    assert [place.device for place in shared] == ["0", "1", "0"]
+    assert {place.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] for place in shared} == {"false"}
+    assert "3 runs at once share 2 GPUs: their times do not compare" in capsys.readouterr().err
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in processes.places_on("gpu", 2, 2, [], {})[0].environment
+    monkeypatch.setattr(processes, "places", lambda parallel, runs, environment: processes.places_on(
+        "gpu", 1, parallel, runs, environment))
+    made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.minutes": 1.0}')
+    assert "share a GPU take fewer steps" in made.refused(capsys, "--parallel", 2)
 
 
 @pytest.mark.parametrize(("flags", "message"), [
