@@ -12,7 +12,7 @@ import numpy as np
 
 from comparison.remarks import data_differs
 from comparison.runs import Run, Setup, group_by
-from comparison.statistics import CONFIDENCE, mean_interval
+from comparison.statistics import CONFIDENCE, bonferroni, mean_interval
 from comparison.wording import Losses, compare_many, compare_two, interval_text, listed
 
 
@@ -147,7 +147,7 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
         text = compare_two(opening, "val loss", Losses(best.label, pair.a), Losses(other.label, pair.b),
                       shown=pair.is_shown(), interval=note)
     else:
-        confidence = 1 - (1 - CONFIDENCE) / len(found)
+        confidence = bonferroni(len(found))
         text = compare_many(opening, "val loss", Losses(best.label, [means[best.label]]),
                        [(Losses(other.label, [means[other.label]]),
                          pair.is_shown(confidence) and pair.mean > 0) for other, pair in found])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from comparison.statistics import CONFIDENCE, mean_interval
+from comparison.statistics import CONFIDENCE, bonferroni, mean_interval
 from support.errors import ConfigError
 
 LEAST_SIZES = 3
@@ -161,21 +161,29 @@ def compute_equivalent_gain(compute: float, loss: float, baseline: Mapping[float
 class Trend:
     """How the difference to a baseline changes with size."""
 
-    slope: float
-    """Nats for each factor of ten in parameters; above 0, the set-up loses ground."""
-    interval: tuple[float, float] | None
-    """Over the seeds, by Student's t; None of a single seed."""
+    slopes: Sequence[float]
+    """Of each seed: nats for each factor of ten in parameters. Above 0, the set-up loses ground."""
 
     @property
-    def verdict(self) -> str:
-        """In words: of the difference in loss to the baseline."""
-        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
+    def slope(self) -> float:
+        return float(np.mean(self.slopes))
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Over the seeds, by Student's t; None of a single seed."""
+        return mean_interval(self.slopes)
+
+    def verdict(self, compared: int = 1) -> str:
+        """In words, of the difference in loss to the baseline, with a total confidence of 95 % in ``compared`` trends
+        (Bonferroni)."""
+        interval = mean_interval(self.slopes, bonferroni(compared))
+        if interval is None or interval[0] <= 0 <= interval[1]:
             return "no trend shown"
         return "rises with size" if self.slope > 0 else "falls with size"
 
 
 def trend(differences: Mapping[float, Mapping[Any, float]]) -> Trend | None:
-    """The slope of a paired difference against the logarithm of the size, averaged over the seeds that have two sizes.
+    """The slope of a paired difference against the logarithm of the size, for each seed that has two sizes.
 
     Args:
         differences: loss of the set-up minus that of the baseline, by number of parameters and by seed.
@@ -188,4 +196,4 @@ def trend(differences: Mapping[float, Mapping[Any, float]]) -> Trend | None:
         found = {math.log10(size): by_seed[seed] for size, by_seed in differences.items() if seed in by_seed}
         if len(found) > 1:
             slopes.append(float(np.polyfit([*found], [*found.values()], 1)[0]))
-    return Trend(float(np.mean(slopes)), mean_interval(slopes)) if slopes else None
+    return Trend(slopes) if slopes else None

@@ -21,7 +21,7 @@ from comparison.scaling import (
 )
 from comparison.standings import CONTEXT, LONGER, REFERENCE, RUNGS, Place, arm_of, best_rate, losses_of
 from comparison.standings_rows import state_bytes
-from comparison.statistics import CONFIDENCE, mean_interval
+from comparison.statistics import bonferroni, mean_interval
 from comparison.wording import interval_text, number_text, significance
 
 Speeds = Mapping[tuple[str, str, str, int], float]
@@ -87,7 +87,7 @@ def _difference(differences: Collection[float], compared: int) -> tuple[str, str
     if not differences or not np.isfinite([*differences]).all():
         return "–", "–", ""
     mean, interval = float(np.mean([*differences])), mean_interval([*differences])
-    shown = significance(mean, mean_interval([*differences], 1 - (1 - CONFIDENCE) / compared))
+    shown = significance(mean, mean_interval([*differences], bonferroni(compared)))
     return number_text(mean), "–" if interval is None else interval_text(interval), shown
 
 
@@ -273,7 +273,7 @@ def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:
 
 
 def _trends(found: Standing) -> list[Figure]:
-    lines, rows = [], []
+    lines, changes = [], {}
     for arm in dict.fromkeys(arm for arm, _ in found):
         if arm_of(arm).baseline == arm or not (by_size := gaps(arm, found)):
             continue
@@ -282,14 +282,17 @@ def _trends(found: Standing) -> list[Figure]:
         lines.append(Line(arm, arm_of(arm).attention, tuple(points)))
         change = trend(by_size)
         if change is not None:
-            rows.append((arm, arm_of(arm).baseline, number_text(change.slope),
-                         "–" if change.interval is None else interval_text(change.interval), change.verdict))
-    if not any(len(line.points) > 1 for line in lines):
+            changes[arm] = change
+    if not changes:
         return []
+    rows = [(arm, arm_of(arm).baseline, number_text(change.slope),
+             "–" if change.interval is None else interval_text(change.interval), change.verdict(len(changes)))
+            for arm, change in changes.items()]
     return [Figure("gap-against-size", "Loss minus that of softmax with the same parts, by size",
                    Axis("parameters outside of the embedding", "log"), "difference in val loss (nats per token)",
                    tuple(lines), ("attention", "softmax with the same parts", "change for ten times the parameters",
-                                  "95 % interval", ""), tuple(rows), zero=True)]
+                                  "95 % interval", ""), tuple(rows),
+                   (f"Rises and falls: with a confidence of 95 % in all {len(rows)} trends together.",), zero=True)]
 
 
 def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:

@@ -8,6 +8,11 @@ CONFIDENCE = 0.95
 """Default confidence of an interval."""
 
 
+def bonferroni(compared: int) -> float:
+    """The confidence of each of some comparisons with which all hold together with ``CONFIDENCE``."""
+    return 1 - (1 - CONFIDENCE) / compared
+
+
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
     """The confidence interval of a mean, by Student's t; None for a single value, or if all values are equal, such as
     those of a repeated run.

@@ -10,7 +10,7 @@ from comparison.curves import mean_curve
 from comparison.paired import paired_sentences
 from comparison.remarks import data_differs, devices_differ, tokenizers_differ
 from comparison.runs import Run, Setup, group, group_by
-from comparison.statistics import CONFIDENCE, welch_interval
+from comparison.statistics import CONFIDENCE, bonferroni, welch_interval
 from comparison.wording import Losses, compare_many, compare_two, interval_text, listed, versus
 
 SCHEDULES_ALIKE = 0.1
@@ -135,7 +135,7 @@ def _evaluated_too_late(counted: Mapping[str, tuple[Sequence[Setup], float]], qu
     last_losses = [f"{losses} ({', '.join(style.format(ends[losses.label][axis])
                                 for axis, (_, _, style) in PLACES.items())})" for losses in (best, *others)]
     text = f"Last val {'losses' if quantity == 'loss' else 'bits per byte'}: {listed(last_losses)}."
-    confidence = 1 - (1 - CONFIDENCE) / len(others)
+    confidence = bonferroni(len(others))
     beaten = [other.label for other in others if _is_lower(best, other, confidence) and all(
         ends[best.label][axis] < ends[other.label][axis] for axis in counted)]
     if beaten:
@@ -218,7 +218,7 @@ def _compare_two(best: Losses, other: Losses, what: str, place: str, crossing: C
 def _compare_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
              style: str) -> str:
     """The comparison of the lowest with each of the others; ``crossings`` are those with it."""
-    confidence = 1 - (1 - CONFIDENCE) / len(others)
+    confidence = bonferroni(len(others))
     lower = [_is_lower(best, other, confidence) for other in others]
     text = compare_many(f"After {place}", what, best, list(zip(others, lower, strict=True)))
     passed = [f"{other.label} {crossing.wording(style)}"

@@ -82,12 +82,13 @@ def test_a_trend_needs_seeds_that_agree():
     found = trend({1e5: {0: 0.1, 1: 0.12, 2: 0.11}, 1e6: {0: 0.2, 1: 0.23, 2: 0.2}, 1e7: {0: 0.3}})
     assert found is not None
     assert found.slope == pytest.approx(0.1, abs=0.01)
-    assert found.verdict == "rises with size"
+    assert found.verdict() == "rises with size"
+    assert found.verdict(compared=100) == "no trend shown"
     found = trend({1e5: {0: 0.1, 1: 0.2}, 1e6: {0: 0.2, 1: 0.1}})
     assert found is not None
-    assert found.verdict == "no trend shown"
+    assert found.verdict() == "no trend shown"
     single = trend({1e5: {0: 0.1}, 1e6: {0: 0.2}})
     assert single is not None
     assert single.interval is None
-    assert single.verdict == "no trend shown"
+    assert single.verdict() == "no trend shown"
     assert trend({1e5: {0: 0.1}, 1e6: {1: 0.2}}) is None
