@@ -64,7 +64,8 @@ class Options:
     """Rungs of the study's ladder of sizes, with commas between, such as XS,S, if the study has one. None: all."""
     data: DataOptions = DataOptions()
     parallel: int = 1
-    """Number of runs at once, each with its share of a CPU's cores, or with a GPU: its own, if there are as many."""
+    """Number of runs at once, each with its share of a CPU's cores or its own GPU; with more runs than GPUs a shared
+    one."""
     dry_run: bool = False
     """List the runs with their time, memory and disk space, without running them."""
     measure: bool = False

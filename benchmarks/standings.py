@@ -204,8 +204,9 @@ def measure(options: Options, results: report.Results) -> int:
         arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
         rows = [row_of(arm, runs, name, before.get(arm)) for arm in arms]
         for row in rows:
+            begun = {place.rung for place in losses if place.arm == row["row"]}
             for rung in [*standings.RUNGS][len(row["rungs"]):]:
-                if why := standings.unfinished(rung, row["row"], losses):
+                if rung in begun and (why := standings.unfinished(rung, row["row"], losses)):
                     note(f"{row['row']}: {why}; left out")
         refused = add(rows)
     else:

@@ -161,7 +161,7 @@ def compute_equivalent_gain(compute: float, loss: float, baseline: Mapping[float
 class Trend:
     """How the difference to a baseline changes with size."""
 
-    slopes: Sequence[float]
+    slopes: tuple[float, ...]
     """Of each seed: nats for each factor of ten in parameters. Above 0, the set-up loses ground."""
 
     @property
@@ -196,4 +196,4 @@ def trend(differences: Mapping[float, Mapping[Any, float]]) -> Trend | None:
         found = {math.log10(size): by_seed[seed] for size, by_seed in differences.items() if seed in by_seed}
         if len(found) > 1:
             slopes.append(float(np.polyfit([*found], [*found.values()], 1)[0]))
-    return Trend(slopes) if slopes else None
+    return Trend(tuple(slopes)) if slopes else None

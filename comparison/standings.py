@@ -180,7 +180,8 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
     """The runs of arms at rungs, as far as they follow from the losses of those that are finished.
 
     At XS the rates are tried with seed 0, then the best is run with the other seeds. At S the rate that is carried over
-    and those around it are tried at a quarter of the length, then the best is run with all seeds. M has one run.
+    and those around it are tried at a quarter of the length, then the best is run with all seeds. At both the search
+    goes on until the best rate is inside of those tried. M has one run.
 
     Raises:
         ConfigError: there is no such rung, or an arm has not finished the one before.
@@ -220,12 +221,13 @@ def _tried(rung: str, arm: str, losses: Mapping[Place, float]) -> list[Place]:
     """The runs that find the rate of an arm at a rung."""
     if rung == "M":
         return []
-    rates, check = list(START), rung == "S"
-    if check:
-        carried = best_rate("XS", arm, losses)
-        if carried is None:
-            return []
+    check = rung == "S"
+    if not check:
+        rates = [*START]
+    elif (carried := best_rate("XS", arm, losses)) is not None:
         rates = [_scaled(carried, CARRIED * factor) for factor in FACTORS]
+    else:
+        return []
     while all(Place(rung, arm, rate, 0, check) in losses for rate in rates):
         best = min(rates, key=lambda rate: losses[Place(rung, arm, rate, 0, check)])
         if best not in (rates[0], rates[-1]):

@@ -285,14 +285,16 @@ def _trends(found: Standing) -> list[Figure]:
             changes[arm] = change
     if not changes:
         return []
+    compared = sum(change.interval is not None for change in changes.values())
     rows = [(arm, arm_of(arm).baseline, number_text(change.slope),
-             "–" if change.interval is None else interval_text(change.interval), change.verdict(len(changes)))
+             "–" if change.interval is None else interval_text(change.interval), change.verdict(max(1, compared)))
             for arm, change in changes.items()]
     return [Figure("gap-against-size", "Loss minus that of softmax with the same parts, by size",
                    Axis("parameters outside of the embedding", "log"), "difference in val loss (nats per token)",
                    tuple(lines), ("attention", "softmax with the same parts", "change for ten times the parameters",
                                   "95 % interval", ""), tuple(rows),
-                   (f"Rises and falls: with a confidence of 95 % in all {len(rows)} trends together.",), zero=True)]
+                   (f"Rises and falls: with a confidence of 95 % in all {compared} trends together.",)
+                   if compared else (), zero=True)]
 
 
 def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:

@@ -134,13 +134,14 @@ def places_on(platform: str, count: int, parallel: int, runs: Sequence[PlannedRu
     if platform != "gpu":
         raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
                           "the runs with index or commands")
-    shared = parallel > count
-    if shared:
+    if parallel > count:
         _check_not_bounded_by_minutes(runs, parallel, "a GPU")
-        status(f"{parallel} runs at once share {count} GPU{'s' if count > 1 else ''}: their times do not compare")
+        status(f"{parallel} runs at once share the memory of {count} GPU{'s' if count > 1 else ''}, and their times do "
+               "not compare")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [*map(str, range(count))]
-    return [Place(devices[n % count], shared) for n in range(parallel)]
+    used = [devices[n % count] for n in range(parallel)]
+    return [Place(device, shared=used.count(device) > 1) for device in used]
 
 
 def _check_not_bounded_by_minutes(runs: Sequence[PlannedRun], parallel: int, what: str) -> None:

@@ -48,7 +48,8 @@ flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 folder = Path(flags["--run-dir"])
 study = folder.parent.parent
 with (study / "begun.txt").open("a") as file:
-    print(folder.name, os.environ.get("CUDA_VISIBLE_DEVICES"), file=file)
+    print(folder.name, os.environ.get("CUDA_VISIBLE_DEVICES"),
+          os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), file=file)
 if folder.name in (study / "failing.txt").read_text().split():
     print("train.py: the loss is not finite", *["Traceback of a library"] * 3, sep="\\n", file=sys.stderr)
     sys.exit("RuntimeError: Event loop is closed")
@@ -132,6 +133,10 @@ class SweptStudy:
         names = [line.split()[0] for line in (self.folder / "begun.txt").read_text().splitlines()]
         (self.folder / "begun.txt").write_text("")
         return names
+
+    def used(self) -> set[tuple[str, ...]]:
+        """The variables of CUDA and JAX that runs had since the last call of :meth:`begun`."""
+        return {tuple(line.split()[1:]) for line in (self.folder / "begun.txt").read_text().splitlines()}
 
 
 @pytest.fixture(scope="module")
@@ -517,24 +522,25 @@ def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
 
 def test_on_gpus_each_run_has_its_own(made: SweptStudy, monkeypatch):
     devices = [processes.Place("5"), processes.Place("7")]
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     assert processes.places_on("gpu", 4, 2, [], {}) == [processes.Place("0"), processes.Place("1")]
     assert processes.places_on("gpu", 2, 2, [], {"CUDA_VISIBLE_DEVICES": "5,7"}) == devices
     with pytest.raises(processes.ConfigError, match="platform tpu"):
         processes.places_on("tpu", 4, 2, [], {})
     monkeypatch.setattr(processes, "places", lambda parallel, runs, environment: devices)
     assert made.sweep("--parallel", 2) == 0
-    used = [line.split()[1] for line in (made.folder / "begun.txt").read_text().splitlines()]
-    assert set(used) == {"5", "7"}
+    assert made.used() == {("5", "None"), ("7", "None")}
 
 
 def test_more_runs_than_gpus_share_them(made: SweptStudy, monkeypatch, capsys):
     shared = processes.places_on("gpu", 2, 3, [], {})
-    assert [place.device for place in shared] == ["0", "1", "0"]
-    assert {place.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] for place in shared} == {"false"}
-    assert "3 runs at once share 2 GPUs: their times do not compare" in capsys.readouterr().err
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in processes.places_on("gpu", 2, 2, [], {})[0].environment
+    assert shared == [processes.Place("0", shared=True), processes.Place("1"), processes.Place("0", shared=True)]
+    assert "3 runs at once share the memory of 2 GPUs" in capsys.readouterr().err
     monkeypatch.setattr(processes, "places", lambda parallel, runs, environment: processes.places_on(
         "gpu", 1, parallel, runs, environment))
+    assert made.sweep("--parallel", 2) == 0
+    assert made.used() == {("0", "false")}
+    made.out = made.folder / "by_minutes"
     made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.minutes": 1.0}')
     assert "share a GPU take fewer steps" in made.refused(capsys, "--parallel", 2)
 

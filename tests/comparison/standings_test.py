@@ -127,6 +127,8 @@ def test_differences_gains_and_trends(runs):
     assert largest["gated_delta"]["gain in FLOPs"] == "beyond the range"
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
+    assert found["gap-against-size"].remarks == (
+        "Rises and falls: with a confidence of 95 % in all 2 trends together.",)
     by_class = {row[:3]: row[3:6] for row in found["classes-repeats-of-4-tokens"].rows}
     assert list(by_class) == [(arm, "M", name) for arm in ("gated_delta", "kda") for name in ("first", "repeat")]
     share, _, gap = by_class["gated_delta", "M", "repeat"]

@@ -28,6 +28,18 @@ def test_sums_that_are_exact_in_the_plain_form_may_be_rounded():
     assert faults_of(CASE, {"y": 2e-6}, {"y": 0.0}) == ["y: 2.0e-06, the plain form 0.0e+00"]
 
 
+def test_what_the_plain_form_rounds_less_often_has_the_tolerance_alone():
+    assert faults_of(replace(CASE, less_rounded=("y",)), {"y": 9e-4}, {"y": 1e-4}) == []
+    assert faults_of(replace(CASE, less_rounded=("y",)), {"y": 2e-3}, {"y": 1e-4}) == ["y: 2.0e-03"]
+
+
+def test_a_gpu_may_have_another_tolerance(monkeypatch):
+    case = replace(CASE, gpu_tolerance=2e-3)
+    assert faults_of(case, {"y": 1.5e-3}, None) == ["y: 1.5e-03"]
+    monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
+    assert faults_of(case, {"y": 1.5e-3}, None) == []
+
+
 def test_on_a_gpu_sums_over_many_tokens_may_be_truncated(monkeypatch):
     case = next(case for case in find_cases("gpu") if case.op == "linear_attention" and case.T == 4096)
     assert faults_of(case, {"final s": 3.7e-6}, {"final s": 1.5e-7}) == ["final s: 3.7e-06, the plain form 1.5e-07"]

@@ -33,6 +33,11 @@ def expected_of(case: Case) -> dict[str, np.ndarray]:
     return cases.run_reference(case)
 
 
+@functools.cache
+def plain_of(case: Case) -> dict[str, np.ndarray] | None:
+    return cases.run_plain(case)
+
+
 @pytest.mark.parametrize(("case", "implementation"), list(_calls(kernels=False)))
 def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, monkeypatch):
     check(case, implementation, monkeypatch)
@@ -95,7 +100,7 @@ def test_on_a_gpu_they_are_those_of_the_reference_with_the_same_bits_each_time(c
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
         compute = cases.run(case, implementation)
         found, again = compute(), compute()
-    plain = cases.run_plain(case)
+    plain = plain_of(case)
     errors, plain_errors = (None if results is None else {
         name: cases.error_of(results[name], x) for name, x in expected.items()} for results in (found, plain))
     assert errors is not None
