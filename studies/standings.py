@@ -2,14 +2,14 @@
 
     python sweep.py studies/standings.py --out runs/s1 --quick
     python sweep.py studies/standings.py --out runs/s1 --rows kda --rungs XS,S
-    python sweep.py studies/standings.py --out runs/s1
-    python sweep.py studies/standings.py --out runs/s1-books --data.dir data/corpus/books
+    python sweep.py studies/standings.py --out runs/s1 --rungs XS,S
+    python sweep.py studies/standings.py --out runs/s1-books --data.dir data/corpus/books --rungs XS,S
 
 docs/standings.md has the protocol: models of three sizes on Python code, each at its best learning rate, with seeds.
-``--rows`` takes arms of comparison/standings.py, or modes; ``--rungs`` the sizes. Rates are searched first, and the
-other runs follow from them; those of a size that is not named come from the committed rows too. ``--data.dir``, a
-folder of token files, or ``--data.source`` gives standings of another text, S1-NAME. The quick form has 60 steps of XS
-for three arms, which says nothing but that they run.
+``--rows`` takes arms of comparison/standings.py, or modes; ``--rungs`` the sizes. Without it M runs too, which takes
+hours of a core for each row. Rates are searched first, and the other runs follow from them; those of a size that is not
+named come from the committed rows too. ``--data.dir``, a folder of token files, or ``--data.source`` gives standings of
+another text, S1-NAME. The quick form has 60 steps of XS for three arms, which says nothing but that they run.
 """
 
 from collections.abc import Sequence
