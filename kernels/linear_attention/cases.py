@@ -165,9 +165,10 @@ _KERNEL = (
     _kernel("500 tokens, strong decay, segments", PARALLEL, 500, 64, 64, "float32", log_decay="strong", segments=True),
     _kernel("500 tokens, mixed decay, segments", PARALLEL, 500, 48, 64, "bfloat16", log_decay="mixed", segments=True),
     _kernel("1,000 tokens, strong decay", SERIAL, 1000, 128, 128, "bfloat16", B=1, log_decay="strong"),
-    # The kernels round the rows that form the decay's gradient; the plain form does not.
+    # The kernels round the rows that form the decay's gradient; the plain form does not. dz has a factor exp(G) with G
+    # of about -35. To round G to float32 changes dz by up to 2e-6 in any form, so that a lucky plain form is no bound.
     _kernel("200 tokens, mixed decay, not normalised", PARALLEL, 200, 64, 64, "bfloat16", log_decay="mixed",
-            normalize=False, less_rounded=("dlog_decay",)),
+            normalize=False, less_rounded=("dlog_decay", "dz")),
 )
 
 
