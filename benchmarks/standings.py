@@ -17,6 +17,7 @@ from their files alone.
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +54,6 @@ FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify
         "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
 """Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. A
 checksum tells whether the text is the same."""
-FLOPS_FACTOR = 1.5
-"""FLOPs depend on the length of chunks, which an attention may choose for its device."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -104,9 +103,9 @@ def work_problems(row: Row) -> list[str]:
             found.append(f"{place.name}: it has {entry['parameters']:,} parameters; expected {parameters:,}")
         for lines in (entry["val"], entry["annealed"]):
             for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
-                if not flops / FLOPS_FACTOR <= counted / tokens <= flops * FLOPS_FACTOR:
+                if not math.isclose(counted, tokens * flops):
                     found.append(f"{place.name}: {counted / tokens:.3g} FLOPs a token after {tokens:,.0f} tokens; "
-                                 f"expected about {flops:.3g}")
+                                 f"expected {flops:.3g}")
     return found
 
 

@@ -7,7 +7,6 @@ from .api import (
     linear_attention,
     pick_implementation,
 )
-from .chunk_size import pick_chunk_sizes
+from .chunk_size import CHUNK
 
-__all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_chunk_sizes",
-           "pick_implementation"]
+__all__ = ["CHUNK", "EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]

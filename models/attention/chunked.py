@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.linear_attention import pick_chunk_sizes, pick_implementation
+from kernels.linear_attention import CHUNK, pick_implementation
 from models.attention import linear
 from models.attention.feature_maps import SIGNED, FeatureOptions
 from support.ranges import Count
@@ -51,19 +51,13 @@ class Attention(linear.Attention):
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         if not causal:  # two products, without chunks
             return super().flops(tokens, context, causal=False)
-        M, D = self.feature_width, self.head_width
-        x_BTHM, v_BTHD = self._shapes(context, jnp.float32)
-        sizes = pick_chunk_sizes("chunked", x_BTHM, x_BTHM, v_BTHD, self.chunk_size)
-        assert sizes is not None
-        return tokens * self.heads * (sizes.forward * (M + D) + 4 * M * D + self._feature_flops())
+        M, D, C = self.feature_width, self.head_width, min(context, self.chunk_size or CHUNK)
+        return tokens * self.heads * (C * (M + D) + 4 * M * D + self._feature_flops())
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
-        x_BTHM, v_BTHD = self._shapes(self.max_length, dtype)
+        of_tokens = 1, self.max_length, self.heads
+        x_BTHM = jax.ShapeDtypeStruct(
+            (*of_tokens, self.feature_width), jnp.float32 if self.phi.feature_map in SIGNED else dtype)
+        v_BTHD = jax.ShapeDtypeStruct((*of_tokens, self.head_width), dtype)
         return super().implementation(dtype, causal=causal) or pick_implementation(
             x_BTHM, x_BTHM, v_BTHD, chunk_size=self.chunk_size)
-
-    def _shapes(self, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Shapes of the features and values of a sequence."""
-        features_dtype = jnp.float32 if self.phi.feature_map in SIGNED else dtype
-        return (jax.ShapeDtypeStruct((1, tokens, self.heads, self.feature_width), features_dtype),
-                jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_width), dtype))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from kernels.linear_attention import State, linear_attention, pick_chunk_sizes, pick_implementation
+from kernels.linear_attention import CHUNK, State, linear_attention, pick_implementation
 from kernels.segments import segment_of_new
 from kernels.state import zero_state
 from models.attention.gates import (
@@ -107,20 +107,14 @@ class Attention(SelfAttention):
         return Recurrence(decay=fixed_log_decay(self.heads) if self.decay is None else self.decay.data)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
-        D, x_BTHD = self.head_width, self._shape(context, jnp.float32)
-        sizes = pick_chunk_sizes("chunked", x_BTHD, x_BTHD, x_BTHD, self.config.chunk_size)
-        assert sizes is not None
+        C, D = min(context, self.config.chunk_size or CHUNK), self.head_width
         gate = 0 if self.decay is None else self.decay.flops(tokens)
-        return tokens * self.heads * (2 * sizes.forward * D + 4 * D * D) + gate
+        return tokens * self.heads * (2 * C * D + 4 * D * D) + gate
 
     def state_bytes(self, context: int) -> int:
         return 4 * self.heads * self.head_width * (self.head_width + 1)
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str:
-        x_BTHD = self._shape(self.max_length, dtype)
+        x_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
         return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.config.chunk_size,
                                                          channel_decay=self.config.decay in CHANNEL_DECAYS)
-
-    def _shape(self, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Of queries, keys and values of a sequence."""
-        return jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_width), dtype)

@@ -13,12 +13,12 @@ from flax import nnx
 from jax import Array
 
 from kernels.power_attention import (
+    CHUNK,
     MOST_FEATURES,
     ROOM,
     Past,
     attend_to_past,
     count_features,
-    pick_chunk_size,
     pick_implementation,
     power_attention,
 )
@@ -84,7 +84,7 @@ class Attention(SelfAttention):
         return attend_to_past(q_BTHD, k_BTHD, v_BTHD, cache, lengths_B=lengths_B, **self._options(x_BTE))
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
-        M, D, C = self.features, self.head_width, pick_chunk_size(context, self.config.chunk_size)
+        M, D, C = self.features, self.head_width, min(context, self.config.chunk_size or CHUNK)
         # A single chunk reads and writes no state.
         state = 4 * M * D if context > C else 0
         gate = 0 if self.forget is None else self.forget.flops(tokens)

@@ -84,6 +84,8 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: row.update(row="mamba"), "this version of lineargpt has no such attention"),
     (lambda row: entry(row).update(parameters=9), "it has 9 parameters; expected"),
     (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "6.36e+04 FLOPs a token after 15,728,640 tokens"),
+    (lambda row: entry(row)["annealed"]["flops"].__setitem__(0, entry(row)["annealed"]["flops"][0] * 1.001),
+     "FLOPs a token after 3,932,160 tokens"),
     (lambda row: entry(row)["windows"]["1024"]["loss"].__setitem__(0, None), "losses of val windows are not finite"),
 ])
 def test_what_is_refused(row, change, message):
