@@ -147,8 +147,9 @@ def shell_lines(options: Options, count: int) -> list[str]:
     return [shlex.join([*line, str(index)]) for index in range(count)]
 
 
-def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
-    """Run the runs, draw the figures and report failures; returns the exit code."""
+def run(options: Options, study: Study, runs: Sequence[PlannedRun], failed: dict[str, str]) -> int:
+    """Run the runs, draw the figures and report failures; returns the exit code. Adds to ``failed``, reasons by the name
+    of the run; a run that is in it is not retried."""
     environment = processes.child_environment()
     mine = chosen(runs, options.index)
     places = processes.places(options.parallel, mine, environment)
@@ -157,7 +158,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     for line in (*study.notes(options.quick), *known.problems):
         status(line)
     folder.begin(study, runs, options.out, quick=options.quick)
-    progress = processes.run_all(mine, known, places, environment, keep_all=options.keep_all)
+    progress = processes.run_all(mine, known, places, environment, keep_all=options.keep_all, failed=failed)
     if progress.stopped_by is not None:
         status(f"{options.out}: stopped with {len(progress.finished)} of {len(mine)} runs finished; repeat the "
                "command to resume")
@@ -187,7 +188,8 @@ def command(arguments: Sequence[str]) -> int:
         folder.begin(study, runs, options.out, quick=options.quick)
         write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, len(runs))))
         return 0
-    code = run(options, study, runs)
+    failed: dict[str, str] = {}
+    code = run(options, study, runs, failed)
     # Runs may follow from a run that diverged; a stopped sweep has a code of 128 and more.
     while code in (0, FAILURE) and options.index is None and study.follows_results:
         known, runs = len(runs), plan(study, options.out, quick=options.quick, **part)
@@ -195,7 +197,7 @@ def command(arguments: Sequence[str]) -> int:
             break
         status(f"{options.out}: {len(runs) - known} more runs follow from these results")
         folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))
-        code = run(options, study, runs)
+        code = run(options, study, runs, failed)
     return code
 
 

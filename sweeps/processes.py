@@ -153,7 +153,7 @@ def _check_not_bounded_by_minutes(runs: Sequence[PlannedRun], parallel: int, wha
 
 
 def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[Place],
-            environment: Mapping[str, str], *, keep_all: bool) -> Progress:
+            environment: Mapping[str, str], *, keep_all: bool, failed: dict[str, str]) -> Progress:
     """Run the unfinished runs in order, one per place at a time.
 
     Ctrl-C, SIGTERM and SIGHUP are forwarded to active runs, and no other run starts.
@@ -164,8 +164,9 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[P
         places: the place of each parallel run; see :func:`places`.
         environment: environment of the processes.
         keep_all: keep all checkpoints of finished runs.
+        failed: reasons by the name of runs that are not retried; updated with those that fail.
     """
-    progress = Progress(runs, estimates)
+    progress = Progress(runs, estimates, failed=failed)
     for run in runs:
         if is_finished(run):
             finish(run, keep_all=keep_all)  # if a sweep was killed during the clean-up
