@@ -58,6 +58,8 @@ def _differences(runs: Sequence[Run]) -> list[str]:
         notes.append(f"Different data ({_values(trained, corpus)}): their losses cannot be compared.")
     if devices_differ(trained):
         notes.append(f"Different devices ({_values(trained, devices)}): their times cannot be compared.")
+    if shared := [run.name for run in trained if run.environment.get("shared_device")]:
+        notes.append(f"Trained on a device that other runs used too: {few(shared)}. Their times cannot be compared.")
     for what, value_of in (("compute dtypes", dtype), ("versions of the code", commit)):
         if text := _values(runs, value_of):
             notes.append(f"Different {what} ({text}).")
@@ -113,6 +115,11 @@ def _text(run: Run) -> list:
 
 def devices_differ(runs: Sequence[Run]) -> bool:
     return len({devices(run) for run in runs}) > 1
+
+
+def times_compare(runs: Sequence[Run]) -> bool:
+    """Whether all runs had a device of the same kind to themselves."""
+    return not devices_differ(runs) and not any(run.environment.get("shared_device") for run in runs)
 
 
 def _values(runs: Sequence[Run], value_of: Callable[[Run], str | None]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from comparison.curves import mean_curve
 from comparison.paired import paired_sentences
-from comparison.remarks import data_differs, devices_differ, tokenizers_differ
+from comparison.remarks import data_differs, times_compare, tokenizers_differ
 from comparison.runs import Run, Setup, group, group_by
 from comparison.statistics import CONFIDENCE, bonferroni, welch_interval
 from comparison.wording import Losses, compare_many, compare_two, interval_text, listed, versus
@@ -68,7 +68,7 @@ def _compare_group(setups: Sequence[Setup]) -> list[str]:
              if (known_runs := tuple(run for run in setup.runs if run.name not in unknown))]
     sentences = []
     if len(known) > 1:
-        axes = [axis for axis in PLACES if axis == "step" or not devices_differ(runs)]
+        axes = [axis for axis in PLACES if axis == "step" or times_compare(runs)]
         counted = {axis: _counted(axis, known) for axis in axes}
         sentences = [_at_equal(axis, *counted[axis], quantity) for axis in axes]
         sentences += _evaluated_too_late(counted, quantity)

@@ -19,6 +19,7 @@ from support.locks import locked
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
 from sweeps.plan import EVALUATE, PlannedRun
+from training.environment import SHARED_DEVICE
 from training.run_folder import OUTPUT, in_training
 
 CAN_PIN = hasattr(os, "sched_setaffinity")
@@ -80,8 +81,8 @@ class Place:
         """Environment variables of its runs."""
         if self.device is None:
             return {}
-        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if self.shared else {}
-        return {"CUDA_VISIBLE_DEVICES": self.device, **memory}
+        of_shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", SHARED_DEVICE: "1"} if self.shared else {}
+        return {"CUDA_VISIBLE_DEVICES": self.device, **of_shared}
 
 
 @dataclass

@@ -49,7 +49,7 @@ folder = Path(flags["--run-dir"])
 study = folder.parent.parent
 with (study / "begun.txt").open("a") as file:
     print(folder.name, os.environ.get("CUDA_VISIBLE_DEVICES"),
-          os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), file=file)
+          os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), os.environ.get("LINEARGPT_SHARED_DEVICE"), file=file)
 if folder.name in (study / "failing.txt").read_text().split():
     print("train.py: the loss is not finite", *["Traceback of a library"] * 3, sep="\\n", file=sys.stderr)
     sys.exit("RuntimeError: Event loop is closed")
@@ -529,7 +529,7 @@ def test_on_gpus_each_run_has_its_own(made: SweptStudy, monkeypatch):
         processes.places_on("tpu", 4, 2, [], {})
     monkeypatch.setattr(processes, "places", lambda parallel, runs, environment: devices)
     assert made.sweep("--parallel", 2) == 0
-    assert made.used() == {("5", "None"), ("7", "None")}
+    assert made.used() == {("5", "None", "None"), ("7", "None", "None")}
 
 
 def test_more_runs_than_gpus_share_them(made: SweptStudy, monkeypatch, capsys):
@@ -539,7 +539,7 @@ def test_more_runs_than_gpus_share_them(made: SweptStudy, monkeypatch, capsys):
     monkeypatch.setattr(processes, "places", lambda parallel, runs, environment: processes.places_on(
         "gpu", 1, parallel, runs, environment))
     assert made.sweep("--parallel", 2) == 0
-    assert made.used() == {("0", "false")}
+    assert made.used() == {("0", "false", "1")}
     made.out = made.folder / "by_minutes"
     made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.minutes": 1.0}')
     assert "share a GPU take fewer steps" in made.refused(capsys, "--parallel", 2)

@@ -32,6 +32,9 @@ to export."""
 CHECKPOINTED = "checkpointed"
 """Key of ``environment.json``: whether the run has ever had a checkpoint. Earlier versions did not write it."""
 
+SHARED_DEVICE = "LINEARGPT_SHARED_DEVICE"
+"""Environment variable of a run: 1 if other runs use its device, so that its times compare with no other's."""
+
 
 def environment(model: GPT | Encoder, *, parameters: int, checksum: str,
                 command: Sequence[str] | None = None, segments: bool = False) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def environment(model: GPT | Encoder, *, parameters: int, checksum: str,
         "processor": processor(),
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
+        "shared_device": os.environ.get(SHARED_DEVICE) == "1",
         "command": list(sys.argv if command is None else command),
         "corpus_checksum": checksum,
         "vocabulary_size": model.vocab_size,

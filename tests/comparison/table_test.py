@@ -136,6 +136,9 @@ def test_runs_made_differently_are_warned_of(tmp_path):
             ("compute dtypes", "float32", "bfloat16"), ("versions of the code", "a" * 12, "b" * 12 + "-dirty"),
             ("versions of jax", "1", "2")), strict=True):
         assert remark.startswith(f"Different {what} ({one}: a, b, c and 1 more; {two}: other)")
+    beside = write_run(tmp_path / "beside", "chunked", shared_device=True, **same)
+    assert compared(*paths, beside).remarks == (
+        "Trained on a device that other runs used too: beside. Their times cannot be compared.",)
     tokens = write_run(tmp_path / "tokens", tokenizer="gpt2", **same | {"corpus_checksum": "z"})
     assert [remark.partition(":")[0] for remark in compared(paths[0], tokens).remarks] == [
         "Different tokenizers (bytes"]

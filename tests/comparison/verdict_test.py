@@ -131,9 +131,10 @@ def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):
         "No comparison at equal training time: late has no val loss at 100.0 s of training.")
     other = write_run(tmp_path / "other", "chunked", corpus_checksum="b")
     assert summary(softmax, other) == ["No comparison: these runs have different data."]
-    device = write_run(tmp_path / "device", "chunked", corpus_checksum="a", devices=["cuda:0"], slope=0.005)
-    assert [sentence.split(",")[0] for sentence in summary(softmax, device)] == [
-        "After 100 steps", "With one seed each"]
+    for name, environment in (("device", {"devices": ["cuda:0"]}), ("beside", {"shared_device": True})):
+        other = write_run(tmp_path / name, "chunked", corpus_checksum="a", slope=0.005, **environment)
+        assert [sentence.split(",")[0] for sentence in summary(softmax, other)] == [
+            "After 100 steps", "With one seed each"]
 
 
 def test_without_a_comparison_the_last_losses_and_a_remedy_are_named(tmp_path):

@@ -26,7 +26,7 @@ def model():
         return nnx.eval_shape(lambda: GPT(config, 257, rngs=nnx.Rngs(0)))
 
 
-def test_it_says_what_a_run_was_made_with(model):
+def test_it_says_what_a_run_was_made_with(model, monkeypatch):
     found = environment.environment(model, parameters=123, checksum="abc", command=["train.py", "x"])
     assert found["versions"]["jax"] == jax.__version__
     assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"} == set(found["versions"])
@@ -40,6 +40,9 @@ def test_it_says_what_a_run_was_made_with(model):
     # Which form computes each mode: a page must not call the materialised softmax a flash kernel.
     assert found["implementations"] == {"softmax": "blockwise", "linear": "cumsum"}
     assert json.loads(json.dumps(found)) == found
+    monkeypatch.setenv("LINEARGPT_SHARED_DEVICE", "1")
+    shared = environment.environment(model, parameters=123, checksum="abc")["shared_device"]
+    assert (found["shared_device"], shared) == (False, True)
 
 
 def test_the_form_is_that_of_the_mask_and_the_rows_there_are(model, monkeypatch):
