@@ -148,8 +148,10 @@ def shell_lines(options: Options, count: int) -> list[str]:
 
 
 def run(options: Options, study: Study, runs: Sequence[PlannedRun], failed: dict[str, str]) -> int:
-    """Run the runs, draw the figures and report failures; returns the exit code. Adds to ``failed``, reasons by the name
-    of the run; a run that is in it is not retried."""
+    """Run the runs, draw the figures and report failures; returns the exit code.
+
+    ``failed``: reasons by the name of runs that are not retried; those that fail are added.
+    """
     environment = processes.child_environment()
     mine = chosen(runs, options.index)
     places = processes.places(options.parallel, mine, environment)
