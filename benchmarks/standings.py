@@ -10,8 +10,8 @@ Rungs that are there already and that the folder does not finish are kept; those
 named. With ``--text NAME``, for runs on another text than that of S1, it is S1-NAME/ARM.json. ``--check`` checks the
 files of rows, such as another's, and adds them: the configs, the corpus, steps, tokens, clocks, bytes, parameters and
 FLOPs of every run, that no rate or seed is missing, and that the attention gives the same output whatever tokens
-follow. A row that fails is refused: it is not written. All end with the figures and tables of all rows, which are made
-from their files alone.
+follow. A row that fails is refused: it is not written. All end with the figures and tables of all rows, those of
+docs/standings.md too, which are made from their files alone.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from comparison import standings, standings_figures, standings_rows
+from comparison import standings, standings_figures, standings_page, standings_rows
 from comparison.figures import read_figures, write_figures
 from comparison.runs import Run
 from comparison.standings import Place
@@ -44,10 +44,13 @@ from models.parameters import count_parameters
 from support import json_files
 from support.command import note, status
 from support.errors import ConfigError
+from support.files import write_text
 from training.accounting import flops_per_token
 from training.cli import DataFlags, load_config, parse_command_line
 from training.step import abstract_model, make_model
 
+PAGE = Path(__file__).parents[1] / "docs" / "standings.md"
+"""The page of S1."""
 ABILITIES = Path(__file__).parent / "results" / "studies" / "abilities"
 """Folder of the figures of studies/abilities.py."""
 FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify", "train.accumulate",
@@ -163,12 +166,16 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
 
 
 def draw(folder: Path) -> list[Path]:
-    """Figures and tables of all rows of a folder, from their files alone."""
+    """Figures and tables of all rows of a folder, from their files alone; of S1 those of its page too."""
     runs: list[Run] = [run for row in rows_of(folder).values() for run in runs_of(row)]
     if not runs:
         return []
+    speeds, page = read_speeds(folder), []
+    if folder.name == standings.VERSION:
+        write_text(PAGE, standings_page.page(PAGE.read_text(), runs, speeds))
+        page = [PAGE]
     abilities = next((figure for figure in read_figures(ABILITIES) if figure.name == "abilities"), None)
-    return write_figures(standings_figures.figures(runs, read_speeds(folder), abilities), folder / "figures")
+    return page + write_figures(standings_figures.figures(runs, speeds, abilities), folder / "figures")
 
 
 def add(rows: Sequence[Row]) -> list[str]:

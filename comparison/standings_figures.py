@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -145,38 +145,73 @@ def _flops(runs: Sequence[Run]) -> float:
     return float(runs[0].val.points["flops"][-1])
 
 
-def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
-    """The table of a rung, sorted by the loss at equal compute."""
-    rows, here = [], {arm: runs for (arm, of_rung), runs in found.items() if of_rung == rung}
+@dataclass(frozen=True)
+class Entry:
+    """An arm at a rung."""
+
+    arm: str
+    runs: Sequence[Run]
+    compute: float
+    """The equal compute of the rung, in FLOPs; NaN without ``REFERENCE``."""
+    baseline: Sequence[Run]
+    """Those of softmax with the same parts; none if it is that itself."""
+
+    def at_compute(self, runs: Sequence[Run]) -> list[float]:
+        """The loss of each run at the equal compute."""
+        return _interpolated(runs, "flops", self.compute)
+
+    @property
+    def losses(self) -> tuple[list[float], list[float]]:
+        """The losses at the equal compute, where it lies within the lengths, and the val losses, by seed."""
+        return self.at_compute(self.runs), _finals(self.runs)
+
+    @property
+    def differences(self) -> tuple[list[float], list[float]]:
+        """The same minus those of softmax with the same parts."""
+        equal, final = (by_seed(self.runs, self.baseline, losses) for losses in (self.at_compute, _finals))
+        return [*equal.values()], [*final.values()]
+
+
+def entries(rung: str, found: Standing) -> tuple[list[Entry], int]:
+    """The arms of a rung, sorted by the loss at equal compute, and how many of them are compared with softmax."""
+    here = {arm: runs for (arm, of_rung), runs in found.items() if of_rung == rung}
     compute = float(here[REFERENCE][0].lengths["flops"][1]) if REFERENCE in here else math.nan
-    compared = sum(arm_of(arm).baseline in here for arm in here if arm_of(arm).baseline != arm)
+    bases = {arm: here.get(baseline, ()) if (baseline := arm_of(arm).baseline) != arm else () for arm in here}
 
-    def at_compute(runs: Sequence[Run]) -> list[float]:
-        return _interpolated(runs, "flops", compute)
+    def place(entry: Entry) -> tuple[float, float, str]:
+        equal = entry.losses[0]
+        means = np.nan_to_num([np.mean(equal) if equal else math.nan, _loss(entry.runs)], nan=math.inf)
+        return float(means[0]), float(means[1]), entry.arm
 
-    for arm, runs in here.items():
-        baseline = arm_of(arm).baseline
-        base = here.get(baseline, ()) if baseline != arm else ()
+    return (sorted((Entry(arm, runs, compute, bases[arm]) for arm, runs in here.items()), key=place),
+            sum(bool(base) for base in bases.values()))
+
+
+def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
+    """The table of a rung."""
+    rows, (here, compared) = [], entries(rung, found)
+    compute = here[0].compute if here else math.nan
+    for entry in here:
+        arm, runs, baseline = entry.arm, entry.runs, arm_of(entry.arm).baseline
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
         by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
-        equal = at_compute(runs)
-        rows.append(((np.mean(equal) if equal else math.nan, _loss(runs)), (
+        (equal, final), (of_equal, of_final) = entry.losses, entry.differences
+        rows.append((
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
-            _mean(equal), *_difference(by_seed(runs, base, at_compute).values(), compared),
-            _mean(_finals(runs)), *_difference(by_seed(runs, base, _finals).values(), compared),
+            _mean(equal), *_difference(of_equal, compared), _mean(final), *_difference(of_final, compared),
             _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
             _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
                 arm, _gain_in_time(arm, rung, found, speeds)),
             _mean(_at_equal_time(arm, rung, found, speeds)),
             *("–" if each is None else number_text(each) for each in by_context),
-            "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs)))))
+            "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (), (
         "attention", "softmax with the same parts", "parameters",
         "loss at equal FLOPs" if math.isnan(compute) else f"loss at {compute:.2e} FLOPs", "minus softmax",
         "95 % interval", "", "val loss", "minus softmax", "95 % interval", "", "bits per byte", "gain in FLOPs",
         "gain in seconds", "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
         f"state at {CONTEXT:,}, KiB", "seeds"),
-        tuple(row for _, row in sorted(rows, key=lambda row: (*np.nan_to_num(row[0], nan=math.inf), row[1]))),
+        tuple(rows),
         (f"Higher and lower: with a confidence of 95 % in all {compared} comparisons of a column together.",)
         if compared else ())
 

@@ -64,9 +64,9 @@ def significance(mean: float, interval: tuple[float, float] | None) -> str:
     return "not significant" if interval[0] <= 0 <= interval[1] else "higher" if mean > 0 else "lower"
 
 
-def number_text(value: float) -> str:
+def number_text(value: float, digits: int = 4) -> str:
     """``−0.1767``."""
-    return f"{round(value, 4) + 0.0:.4f}".replace("-", "−")  # no −0.0000
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # no −0.0000
 
 
 def seeds_text(averaged: int, all_of_them: int) -> str:

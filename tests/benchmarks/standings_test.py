@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from benchmarks import standings as command
 from benchmarks import standings_speeds
-from comparison import standings, standings_figures, standings_rows
+from comparison import standings, standings_figures, standings_page, standings_rows
 from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import Place
@@ -22,6 +23,7 @@ from models.attention import gated
 from models.parameters import count_parameters
 from support.errors import ConfigError
 from support.files import read_json
+from tests import small_run
 from tests.comparison import standings_runs
 from tests.comparison.standings_runs import all_runs
 from training import accounting
@@ -37,6 +39,17 @@ def whole() -> dict[str, Any]:
 @pytest.fixture
 def row(whole) -> dict[str, Any]:
     return copy.deepcopy(whole)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder of results, with a page of S1 in it."""
+    page = tmp_path / "page.md"
+    page.write_text(f"# S1\n\n{standings_page.BEGIN}\n| old |\n\n{standings_page.END}\nThe end.\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standings_rows, "RESULTS", tmp_path)
+        patch.setattr(command, "PAGE", page)
+        yield tmp_path
 
 
 def entry(row: dict[str, Any], name: str = "S-gated_delta-0.004-seed-1") -> dict[str, Any]:
@@ -152,49 +165,51 @@ def test_an_attention_that_sees_one_token_ahead_is_found(monkeypatch):
     command.prefix_difference.cache_clear()
 
 
-def test_a_row_is_checked_written_and_drawn(row, tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
-    given = tmp_path / "theirs.json"
+def test_a_row_is_checked_written_and_drawn(row, results: Path, capsys):
+    given = results / "theirs.json"
     given.write_text(json.dumps(row))
     assert command.main(["--check", str(given)]) == 0
-    assert read_json(tmp_path / "S1" / "gated_delta.json") is not None
-    assert "gated_delta" in (tmp_path / "S1" / "figures" / "figures.md").read_text()
+    assert read_json(results / "S1" / "gated_delta.json") is not None
+    assert "gated_delta" in (results / "S1" / "figures" / "figures.md").read_text()
+    page = (results / "page.md").read_text()
+    assert page.startswith("# S1\n")
+    assert page.endswith("\nThe end.\n")
+    assert "old" not in page
+    assert page.count("| `gated_delta` |") == 3  # a table for each rung
     row["runs"].pop()
     given.write_text(json.dumps(row))
-    (tmp_path / "S1" / "gated_delta.json").unlink()
+    (results / "S1" / "gated_delta.json").unlink()
     assert command.main(["--check", str(given)]) == 1
     assert "gated_delta: rung M is not finished" in capsys.readouterr().err
-    assert not (tmp_path / "S1" / "gated_delta.json").exists()
+    assert not (results / "S1" / "gated_delta.json").exists()
     given.write_text(json.dumps(row | {"row": "../elsewhere"}))
     assert command.main(["--check", str(given)]) == 1
     assert "expected a name without a folder" in capsys.readouterr().err
     given.write_text("{}")
     assert command.main(["--check", str(given)]) == 1
     assert "theirs.json" in capsys.readouterr().err
-    assert command.main(["--add", str(tmp_path)]) == 2
+    assert command.main(["--add", str(results)]) == 2
     assert "no finished runs" in capsys.readouterr().err
 
 
-def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, tmp_path: Path, capsys):
+def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, results: Path, capsys):
     runs = [run for run in all_runs(("gated_delta",)) if run.name != "S-gated_delta-0.004-seed-2"]
-    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
     monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
     assert command.main(["--add", "runs/s1"]) == 0
     err = capsys.readouterr().err
     assert "gated_delta: rung S is not finished: S-gated_delta-0.004-seed-2 missing; left out" in err
-    assert standings_rows.read_row(tmp_path / "S1" / "gated_delta.json")["rungs"] == ["XS"]
+    assert standings_rows.read_row(results / "S1" / "gated_delta.json")["rungs"] == ["XS"]
 
 
-def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, tmp_path: Path, capsys):
+def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, results: Path, capsys):
     arm, study = "gated_delta", load_study("studies/standings.py")
     runs = all_runs((arm,), ("XS", "S"))
     at = {rung: [run for run in runs if Place.of(run.name).rung == rung] for rung in ("XS", "S")}
-    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
 
     def add(runs: list[Run], code: int = 0) -> tuple[dict[str, Any], str]:
         monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
         assert command.main(["--add", "runs/s1"]) == code
-        return standings_rows.read_row(tmp_path / "S1" / f"{arm}.json"), capsys.readouterr().err
+        return standings_rows.read_row(results / "S1" / f"{arm}.json"), capsys.readouterr().err
 
     with pytest.raises(ConfigError, match="S follows from the rungs before"):
         study.runs(False, rows=(arm,), rungs=("S",))
@@ -215,43 +230,55 @@ def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, tmp_pa
     assert kept == whole
     assert "rung S is not finished: its rate has not been found; left out" in said
     assert "it lacks rung S of" in said
-    (tmp_path / "S1" / f"{arm}.json").unlink()
+    (results / "S1" / f"{arm}.json").unlink()
     assert add(all_runs((arm,), ("XS",)))[0]["rungs"] == ["XS"]
 
 
-def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, tmp_path: Path, monkeypatch):
-    (tmp_path / "gated_delta.json").write_text(json.dumps(row))
+def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, results: Path):
+    (results / "gated_delta.json").write_text(json.dumps(row))
     assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",
-                                  "--repeats", "1", "--json", str(tmp_path / standings_rows.SPEEDS)]) == 0
-    speeds = command.read_speeds(tmp_path)
+                                  "--repeats", "1", "--json", str(results / standings_rows.SPEEDS)]) == 0
+    speeds = command.read_speeds(results)
     assert list(speeds) == [("gated_delta", "XS", "context", 64), ("gated_delta", "XS", "position", 8)]
     assert min(speeds.values()) > 0
-    (tmp_path / "S1").mkdir()
-    (tmp_path / "S1" / "gated_delta.json").write_text(json.dumps(row | {"rungs": ["XS"]}))
-    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
+    (results / "S1").mkdir()
+    (results / "S1" / "gated_delta.json").write_text(json.dumps(row | {"rungs": ["XS"]}))
     by_rung = standings_speeds.configs_of(standings_speeds.Options())
     assert {rung: [*arms] for rung, arms in by_rung.items()} == {"XS": ["gated_delta"], "S": []}
-    command.draw(tmp_path)
-    assert "a token after 8, ms" in (tmp_path / "figures" / "figures.md").read_text()
+    command.draw(results)
+    assert "a token after 8, ms" in (results / "figures" / "figures.md").read_text()
 
 
-def test_the_committed_figures_are_those_of_the_committed_rows(tmp_path: Path):
-    folder = standings_rows.RESULTS / standings.VERSION
-    if not list(folder.glob("*.json")):
-        pytest.skip("no rows yet")
+def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(results: Path):
+    folder, page = (small_run.ROOT / name for name in ("benchmarks/results/standings/S1", "docs/standings.md"))
+    command.PAGE.write_text(page.read_text())
+    made = results / "S1"
+    made.mkdir()
     for path in folder.glob("*.json"):  # speeds.json too
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    command.draw(tmp_path)
+        (made / path.name).write_bytes(path.read_bytes())
+    command.draw(made)
+    assert command.PAGE.read_text() == page.read_text()
     for name in ("figures.json", "figures.md"):
-        assert (tmp_path / "figures" / name).read_text() == (folder / "figures" / name).read_text()
+        assert (made / "figures" / name).read_text() == (folder / "figures" / name).read_text()
 
 
-def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, tmp_path: Path, capsys):
+def test_the_readme_has_the_figures_of_the_committed_rows():
+    rows = standings_rows.rows_of(small_run.ROOT / "benchmarks" / "results" / "standings" / "S1")
+    found = standings_figures.standing([run for row in rows.values() for run in standings_rows.runs_of(row)])
+    kda = [entry for rung in standings.RUNGS for entry in standings_figures.entries(rung, found)[0]
+           if entry.arm == "kda"]
+    sizes = ", ".join(f"{standings.RUNGS[rung].parameters / 1e6:.1f}" for arm, rung in found if arm == "kda")
+    equal, final = (", ".join(f"{np.mean(differences):+.2f}".replace("-", "−") for differences in each)
+                    for each in zip(*(entry.differences for entry in kda), strict=True))
+    assert (f"| `kda` minus `softmax-parts`, [{sizes} million](docs/standings.md) | equal FLOPs {equal}; "
+            f"tokens {final} |\n") in (small_run.ROOT / "README.md").read_text()
+
+
+def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, results: Path, capsys):
     books = {"checksum": "ab" * 32, "bytes_per_token": 0.999}
     monkeypatch.setattr(standings, "PYTHON_PACKAGES", standings.Corpus(**books))
     runs = {arm: all_runs((arm,), ("XS",)) for arm in ("softmax-parts", "gated_delta")}
     monkeypatch.undo()
-    monkeypatch.setattr(standings_rows, "RESULTS", tmp_path)
 
     def add(arm: str, *flags: str) -> tuple[int, str]:
         monkeypatch.setattr(command, "finished_runs", lambda folder: runs[arm])
@@ -263,8 +290,8 @@ def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, tmp_path:
     assert "that of python-packages" in said
     for arm in runs:
         assert add(arm, "--text", "books")[0] == 0
-    assert [row["standings"] for row in standings_rows.rows_of(tmp_path / "S1-books").values()] == ["S1-books"] * 2
-    assert "gated_delta" in (tmp_path / "S1-books" / "figures" / "figures.md").read_text()
+    assert [row["standings"] for row in standings_rows.rows_of(results / "S1-books").values()] == ["S1-books"] * 2
+    assert "gated_delta" in (results / "S1-books" / "figures" / "figures.md").read_text()
     for run in runs["gated_delta"]:
         run.environment["corpus_checksum"] = "cd" * 32
     code, said = add("gated_delta", "--text", "books")
