@@ -150,7 +150,8 @@ def shell_lines(options: Options, count: int) -> list[str]:
 def run(options: Options, study: Study, runs: Sequence[PlannedRun], failed: dict[str, str]) -> int:
     """Run the runs, draw the figures and report failures; returns the exit code.
 
-    ``failed``: reasons by the name of runs that are not retried; those that fail are added.
+    ``failed``: runs that failed earlier in this sweep, with the reason. They are not started again. New failures are
+    added.
     """
     environment = processes.child_environment()
     mine = chosen(runs, options.index)

@@ -10,8 +10,8 @@ Rungs that are there already and that the folder does not finish are kept; those
 named. With ``--text NAME``, for runs on another text than that of S1, it is S1-NAME/ARM.json. ``--check`` checks the
 files of rows, such as another's, and adds them: the configs, the corpus, steps, tokens, clocks, bytes, parameters and
 FLOPs of every run, that no rate or seed is missing, and that the attention gives the same output whatever tokens
-follow. A row that fails is refused: it is not written. All end with the figures and tables of all rows, those of
-docs/standings.md too, which are made from their files alone.
+follow. A row that fails is refused: it is not written. Each command then draws the figures and tables of all rows
+again, from their files alone. For S1 it also writes the tables of docs/standings.md.
 """
 
 import dataclasses
@@ -107,8 +107,8 @@ def work_problems(row: Row) -> list[str]:
         for lines in (entry["val"], entry["annealed"]):
             for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
                 if not math.isclose(counted, tokens * flops):
-                    found.append(f"{place.name}: {counted / tokens:.3g} FLOPs a token after {tokens:,.0f} tokens; "
-                                 f"expected {flops:.3g}")
+                    found.append(f"{place.name}: {counted / tokens:,.0f} FLOPs a token after {tokens:,.0f} tokens; "
+                                 f"expected {flops:,.0f}")
     return found
 
 
@@ -166,16 +166,17 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
 
 
 def draw(folder: Path) -> list[Path]:
-    """Figures and tables of all rows of a folder, from their files alone; of S1 those of its page too."""
+    """Draws the figures and tables of all rows of a folder, from their files alone; for S1 also those of its page."""
     runs: list[Run] = [run for row in rows_of(folder).values() for run in runs_of(row)]
     if not runs:
         return []
-    speeds, page = read_speeds(folder), []
-    if folder.name == standings.VERSION:
-        write_text(PAGE, standings_page.page(PAGE.read_text(), runs, speeds))
-        page = [PAGE]
+    speeds = read_speeds(folder)
     abilities = next((figure for figure in read_figures(ABILITIES) if figure.name == "abilities"), None)
-    return page + write_figures(standings_figures.figures(runs, speeds, abilities), folder / "figures")
+    written = write_figures(standings_figures.figures(runs, speeds, abilities), folder / "figures")
+    if folder.name == standings.VERSION:
+        write_text(PAGE, standings_page.with_tables(PAGE.read_text(encoding="utf-8"), runs, speeds))
+        written.append(PAGE)
+    return written
 
 
 def add(rows: Sequence[Row]) -> list[str]:

@@ -58,7 +58,7 @@ def _differences(runs: Sequence[Run]) -> list[str]:
         notes.append(f"Different data ({_values(trained, corpus)}): their losses cannot be compared.")
     if devices_differ(trained):
         notes.append(f"Different devices ({_values(trained, devices)}): their times cannot be compared.")
-    if shared := [run.name for run in trained if run.environment.get("shared_device")]:
+    if len(trained) > 1 and (shared := [run.name for run in trained if run.environment.get("shared_device")]):
         notes.append(f"Trained on a device that other runs used too: {few(shared)}. Their times cannot be compared.")
     for what, value_of in (("compute dtypes", dtype), ("versions of the code", commit)):
         if text := _values(runs, value_of):

@@ -146,56 +146,64 @@ def _flops(runs: Sequence[Run]) -> float:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An arm at a rung."""
-
+class ArmAtRung:
     arm: str
     runs: Sequence[Run]
+    baseline_runs: Sequence[Run]
+    """Those of softmax with the same parts; empty for that arm itself, and where it has not been run."""
     compute: float
     """The equal compute of the rung, in FLOPs; NaN without ``REFERENCE``."""
-    baseline: Sequence[Run]
-    """Those of softmax with the same parts; none if it is that itself."""
-
-    def at_compute(self, runs: Sequence[Run]) -> list[float]:
-        """The loss of each run at the equal compute."""
-        return _interpolated(runs, "flops", self.compute)
 
     @property
     def losses(self) -> tuple[list[float], list[float]]:
-        """The losses at the equal compute, where it lies within the lengths, and the val losses, by seed."""
-        return self.at_compute(self.runs), _finals(self.runs)
+        """By seed: the losses at the equal compute, empty if it lies outside of the lengths, and the val losses."""
+        return self._at_compute(self.runs), _finals(self.runs)
 
     @property
     def differences(self) -> tuple[list[float], list[float]]:
-        """The same minus those of softmax with the same parts."""
-        equal, final = (by_seed(self.runs, self.baseline, losses) for losses in (self.at_compute, _finals))
+        """The same, minus those of softmax with the same parts."""
+        equal, final = (by_seed(self.runs, self.baseline_runs, losses) for losses in (self._at_compute, _finals))
         return [*equal.values()], [*final.values()]
 
+    def _at_compute(self, runs: Sequence[Run]) -> list[float]:
+        return _interpolated(runs, "flops", self.compute)
 
-def entries(rung: str, found: Standing) -> tuple[list[Entry], int]:
-    """The arms of a rung, sorted by the loss at equal compute, and how many of them are compared with softmax."""
+
+def arms_at(rung: str, found: Standing) -> list[ArmAtRung]:
+    """The arms of a rung, sorted by the loss at equal compute."""
     here = {arm: runs for (arm, of_rung), runs in found.items() if of_rung == rung}
     compute = float(here[REFERENCE][0].lengths["flops"][1]) if REFERENCE in here else math.nan
-    bases = {arm: here.get(baseline, ()) if (baseline := arm_of(arm).baseline) != arm else () for arm in here}
 
-    def place(entry: Entry) -> tuple[float, float, str]:
-        equal = entry.losses[0]
-        means = np.nan_to_num([np.mean(equal) if equal else math.nan, _loss(entry.runs)], nan=math.inf)
-        return float(means[0]), float(means[1]), entry.arm
+    def order(each: ArmAtRung) -> tuple[float, float, str]:
+        equal = each.losses[0]
+        means = np.nan_to_num([np.mean(equal) if equal else math.nan, _loss(each.runs)], nan=math.inf)
+        return float(means[0]), float(means[1]), each.arm
 
-    return (sorted((Entry(arm, runs, compute, bases[arm]) for arm, runs in here.items()), key=place),
-            sum(bool(base) for base in bases.values()))
+    return sorted((ArmAtRung(arm, runs, here.get(baseline, ()) if (baseline := arm_of(arm).baseline) != arm else (),
+                             compute) for arm, runs in here.items()), key=order)
+
+
+def count_compared(arms: Sequence[ArmAtRung]) -> int:
+    """How many arms of a rung are compared with softmax."""
+    return sum(bool(each.baseline_runs) for each in arms)
+
+
+def equal_compute_heading(arms: Sequence[ArmAtRung]) -> str:
+    """The heading of the losses at equal compute: ``loss at 5.88e12 FLOPs``."""
+    if not arms or math.isnan(arms[0].compute):
+        return "loss at equal FLOPs"
+    return f"loss at {arms[0].compute:.2e} FLOPs".replace("e+", "e")
 
 
 def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
     """The table of a rung."""
-    rows, (here, compared) = [], entries(rung, found)
-    compute = here[0].compute if here else math.nan
-    for entry in here:
-        arm, runs, baseline = entry.arm, entry.runs, arm_of(entry.arm).baseline
+    rows, here = [], arms_at(rung, found)
+    compared = count_compared(here)
+    for each in here:
+        arm, runs, baseline = each.arm, each.runs, arm_of(each.arm).baseline
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
         by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
-        (equal, final), (of_equal, of_final) = entry.losses, entry.differences
+        (equal, final), (of_equal, of_final) = each.losses, each.differences
         rows.append((
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
             _mean(equal), *_difference(of_equal, compared), _mean(final), *_difference(of_final, compared),
@@ -203,11 +211,11 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
             _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
                 arm, _gain_in_time(arm, rung, found, speeds)),
             _mean(_at_equal_time(arm, rung, found, speeds)),
-            *("–" if each is None else number_text(each) for each in by_context),
+            *("–" if loss is None else number_text(loss) for loss in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs))))
     return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (), (
         "attention", "softmax with the same parts", "parameters",
-        "loss at equal FLOPs" if math.isnan(compute) else f"loss at {compute:.2e} FLOPs", "minus softmax",
+        equal_compute_heading(here), "minus softmax",
         "95 % interval", "", "val loss", "minus softmax", "95 % interval", "", "bits per byte", "gain in FLOPs",
         "gain in seconds", "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
         f"state at {CONTEXT:,}, KiB", "seeds"),

@@ -6,7 +6,14 @@ import numpy as np
 
 from comparison.runs import Run
 from comparison.standings import CONTEXT, RUNGS
-from comparison.standings_figures import Entry, Speeds, entries, standing
+from comparison.standings_figures import (
+    ArmAtRung,
+    Speeds,
+    arms_at,
+    count_compared,
+    equal_compute_heading,
+    standing,
+)
 from comparison.standings_rows import state_bytes
 from comparison.statistics import bonferroni, mean_interval
 from comparison.wording import number_text, significance
@@ -19,7 +26,7 @@ LATE = 8192
 MINUS = "minus softmax with the same parts"
 
 
-def page(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
+def with_tables(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
     """The text of the page with a table for each rung in place of those that it has.
 
     Args:
@@ -35,39 +42,42 @@ def page(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
     if not begin or not end:
         raise ConfigError(f"the page of the standings has no lines {BEGIN.strip()} and {END.strip()}")
     found = standing(runs)
-    tables = [_table(rung, *here, speeds) for rung in RUNGS if (here := entries(rung, found))[0]]
+    tables = [_table(rung, arms, speeds) for rung in RUNGS if (arms := arms_at(rung, found))]
     return "\n".join([before + begin, *tables, end + after])
 
 
-def _table(rung: str, here: Sequence[Entry], compared: int, speeds: Speeds) -> str:
-    headings = ("attention", f"loss at {here[0].compute:.2e} FLOPs".replace("e+", "e"), MINUS, "val loss", MINUS,
-                "training, tokens/s", f"a token after {LATE:,}, ms", f"state at {CONTEXT:,}, KiB")
-    rows = [headings, ("---",) * 5 + ("---:",) * 3, *(_cells(rung, entry, compared, speeds) for entry in here)]
+def _table(rung: str, arms: Sequence[ArmAtRung], speeds: Speeds) -> str:
+    headings = ("attention", equal_compute_heading(arms), MINUS, "val loss", MINUS, "training, tokens/s",
+                f"a token after {LATE:,}, ms", f"state at {CONTEXT:,}, KiB")
+    rows = [headings, ("---",) * 5 + ("---:",) * 3,
+            *(_cells(rung, each, count_compared(arms), speeds) for each in arms)]
     return "\n".join([f"{rung}, {RUNGS[rung].parameters / 1e6:.1f} million parameters outside of the embedding:", "",
                       *(f"| {' | '.join(cells)} |" for cells in rows), ""])
 
 
-def _cells(rung: str, entry: Entry, compared: int, speeds: Speeds) -> list[str]:
-    losses = [cell for mine, minus in zip(entry.losses, entry.differences, strict=True)
-              for cell in (_mean(mine), _difference(minus, compared))]
-    training, sampling = (speeds.get((entry.arm, rung, *what)) for what in (("context", CONTEXT), ("position", LATE)))
-    state = state_bytes(entry.runs[0])
-    return [f"`{entry.arm}`", *losses, "–" if training is None else f"{training:,.0f}",
+def _cells(rung: str, each: ArmAtRung, compared: int, speeds: Speeds) -> list[str]:
+    losses = [cell for mine, minus in zip(each.losses, each.differences, strict=True)
+              for cell in (_plus_minus(mine), _bold_if_significant(minus, compared))]
+    training, sampling = (speeds.get((each.arm, rung, *what)) for what in (("context", CONTEXT), ("position", LATE)))
+    state = state_bytes(each.runs[0])
+    return [f"`{each.arm}`", *losses, "–" if training is None else f"{training:,.0f}",
             "–" if sampling is None else f"{1e3 / sampling:.3f}", "–" if state is None else f"{state / 1024:,.0f}"]
 
 
-def _mean(values: Sequence[float]) -> str:
-    """The mean over seeds, and half of its interval."""
+def _plus_minus(values: Sequence[float]) -> str:
+    """The mean over seeds ± half the width of its interval."""
     if not values:
-        return ""
+        return "–"
     if not np.isfinite(values).all():
         return "not finite"
     mean, interval = float(np.mean(values)), mean_interval(values)
     return number_text(mean, 3) + ("" if interval is None else f" ± {number_text(interval[1] - mean, 3)}")
 
 
-def _difference(values: Sequence[float], compared: int) -> str:
-    """The same, bold where it is significant with a total confidence of 95 % in all rows of the column."""
-    shown = values and np.isfinite(values).all() and significance(
-        float(np.mean(values)), mean_interval(values, bonferroni(compared))) in ("lower", "higher")
-    return f"**{_mean(values)}**" if shown else _mean(values)
+def _bold_if_significant(differences: Sequence[float], compared: int) -> str:
+    """The mean, bold where it is significant with a total confidence of 95 % in all rows of the column."""
+    if not differences or not np.isfinite(differences).all():
+        return "–"
+    shown = significance(float(np.mean(differences)), mean_interval(differences, bonferroni(compared)))
+    text = _plus_minus(differences)
+    return f"**{text}**" if shown in ("lower", "higher") else text

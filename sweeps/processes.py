@@ -165,11 +165,13 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[P
         places: the place of each parallel run; see :func:`places`.
         environment: environment of the processes.
         keep_all: keep all checkpoints of finished runs.
-        failed: reasons by the name of runs that are not retried; updated with those that fail.
+        failed: runs that failed earlier in this sweep, with the reason. They are not started again. New failures are
+            added.
     """
     progress = Progress(runs, estimates, failed=failed)
     for run in runs:
         if is_finished(run):
+            failed.pop(run.name, None)  # another sweep has finished it
             finish(run, keep_all=keep_all)  # if a sweep was killed during the clean-up
             progress.finished.append(run)
     waiting, free, active = progress.left, list(places), list[Active]()

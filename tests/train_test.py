@@ -26,6 +26,8 @@ from models import attention as attentions
 from tests import edited, small_run
 from training import run_folder
 from training.checkpoint import Checkpoints
+from training.environment import add_to_environment
+from training.run_files import read_environment
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -148,6 +150,13 @@ def test_more_steps_go_on_from_the_end(recipe, run_dir):
     found = small_run.lines(run_dir)
     assert found[: len(before)] == before
     assert [(line["split"], line["step"]) for line in found[len(before):]] == [("train", 8), ("train", 9), ("val", 9)]
+
+
+def test_the_times_of_a_run_that_shared_its_device_stay_marked(recipe, run_dir):
+    assert read_environment(run_dir)["shared_device"] is False
+    add_to_environment(run_dir, shared_device=True)
+    assert small_run.run(recipe, "--run-dir", run_dir, "--train.steps", 8) == 0
+    assert read_environment(run_dir)["shared_device"] is True
 
 
 def test_a_run_says_that_it_goes_on_and_does_not_go_back(recipe, run_dir, capsys):

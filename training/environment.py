@@ -33,7 +33,7 @@ CHECKPOINTED = "checkpointed"
 """Key of ``environment.json``: whether the run has ever had a checkpoint. Earlier versions did not write it."""
 
 SHARED_DEVICE = "LINEARGPT_SHARED_DEVICE"
-"""Environment variable of a run: 1 if other runs use its device, so that its times compare with no other's."""
+"""Environment variable of a run: 1 if other runs use its device, so that its times cannot be compared."""
 
 
 def environment(model: GPT | Encoder, *, parameters: int, checksum: str,

@@ -187,7 +187,9 @@ def begin(config: RunConfig, run_dir: Path, objective: Objective, command: Seque
     write_run_files(run_dir, config, environment(
         backbone(objective.model), parameters=parameters, checksum=objective.checksum, command=command,
         segments=objective.padded) | {CHECKPOINTED: newest is not None, **objective.environment}
-        | ({} if origin is None else {"init_from": origin}))
+        | ({} if origin is None else {"init_from": origin})
+        # The time before counts too.
+        | ({"shared_device": True} if newest is not None and before.get("shared_device") else {}))
     status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
            f"{config.model.context:,}, {config.model.dtype}, {objective.size}")
     return newest, finished, is_scored

@@ -7,7 +7,8 @@ from ..gpu.products import block_width, operand_dtype
 from .tuning import ChunkSizes, kernel_chunk_sizes
 
 CHUNK = 64
-"""C of ``chunked``, but on a TPU: balances the quadratic part inside a chunk and the traffic of the states."""
+"""C of ``chunked``, except on a TPU, and of the count of FLOPs on every device. It balances the quadratic part inside a
+chunk and the traffic of the states."""
 BLOCK = 256
 """C of ``blockwise``, whose work does not depend on it."""
 TPU_CHUNKS = {"chunked": 256, "pallas_tpu": 128}

@@ -25,7 +25,7 @@ from .features import expand
 from .reference import scaled
 
 CHUNK = 1024
-"""C of sequences longer than ``SINGLE_CHUNK``."""
+"""C of sequences longer than ``SINGLE_CHUNK``, and of the count of FLOPs on every device."""
 SINGLE_CHUNK = {"cpu": 8192, "gpu": 1024}
 """Most tokens of a sequence that is one chunk and needs no features, by the kind of device.
 

@@ -220,8 +220,8 @@ class SelfAttention(nnx.Module):
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         """Floating-point operations of :meth:`mix`, forward, for ``tokens`` tokens in sequences of ``context``.
 
-        With a causal mask only visible pairs count, half of the square, whatever the form computes. Chunks are of the
-        length that the config has, or of one that does not depend on the device.
+        With a causal mask only visible pairs count, half of the square, whatever the form computes. Chunks have
+        the length in the config, or else a fixed default: the count does not depend on the device.
         """
         raise NotImplementedError(f"{self.name} defines no flops")
 

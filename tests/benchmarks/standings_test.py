@@ -43,7 +43,7 @@ def row(whole) -> dict[str, Any]:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder of results, with a page of S1 in it."""
+    """An empty folder of results, with a page of S1 in it. It stays if a test undoes its own patches."""
     page = tmp_path / "page.md"
     page.write_text(f"# S1\n\n{standings_page.BEGIN}\n| old |\n\n{standings_page.END}\nThe end.\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -96,9 +96,9 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: row.update(row="kda"), "XS-gated_delta-0.004-seed-0: it is not of the row kda"),
     (lambda row: row.update(row="mamba"), "this version of lineargpt has no such attention"),
     (lambda row: entry(row).update(parameters=9), "it has 9 parameters; expected"),
-    (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "6.36e+04 FLOPs a token after 15,728,640 tokens"),
+    (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "63,578 FLOPs a token after 15,728,640 tokens"),
     (lambda row: entry(row)["annealed"]["flops"].__setitem__(0, entry(row)["annealed"]["flops"][0] * 1.001),
-     "FLOPs a token after 3,932,160 tokens"),
+     "6,914,035 FLOPs a token after 3,932,160 tokens; expected 6,907,128"),
     (lambda row: entry(row)["windows"]["1024"]["loss"].__setitem__(0, None), "losses of val windows are not finite"),
 ])
 def test_what_is_refused(row, change, message):
@@ -262,14 +262,18 @@ def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(result
         assert (made / "figures" / name).read_text() == (folder / "figures" / name).read_text()
 
 
+def test_the_committed_rows_have_the_flops_and_parameters_of_the_protocol():
+    for row in standings_rows.rows_of(small_run.ROOT / "benchmarks" / "results" / "standings" / "S1").values():
+        assert command.work_problems(row) == []
+
+
 def test_the_readme_has_the_figures_of_the_committed_rows():
     rows = standings_rows.rows_of(small_run.ROOT / "benchmarks" / "results" / "standings" / "S1")
     found = standings_figures.standing([run for row in rows.values() for run in standings_rows.runs_of(row)])
-    kda = [entry for rung in standings.RUNGS for entry in standings_figures.entries(rung, found)[0]
-           if entry.arm == "kda"]
+    kda = [each for rung in standings.RUNGS for each in standings_figures.arms_at(rung, found) if each.arm == "kda"]
     sizes = ", ".join(f"{standings.RUNGS[rung].parameters / 1e6:.1f}" for arm, rung in found if arm == "kda")
     equal, final = (", ".join(f"{np.mean(differences):+.2f}".replace("-", "−") for differences in each)
-                    for each in zip(*(entry.differences for entry in kda), strict=True))
+                    for each in zip(*(at_rung.differences for at_rung in kda), strict=True))
     assert (f"| `kda` minus `softmax-parts`, [{sizes} million](docs/standings.md) | equal FLOPs {equal}; "
             f"tokens {final} |\n") in (small_run.ROOT / "README.md").read_text()
 

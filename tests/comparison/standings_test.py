@@ -7,7 +7,7 @@ from comparison import standings, standings_rows
 from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
-from comparison.standings_page import BEGIN, END, page
+from comparison.standings_page import BEGIN, END, with_tables
 from support.errors import ConfigError
 from tests.comparison import standings_runs
 from tests.comparison.standings_runs import BEST, all_runs
@@ -100,6 +100,9 @@ def test_a_table_without_the_reference_has_no_equal_compute():
     assert table.headings[3] == "loss at equal FLOPs"
     assert table.rows[0][3:7] == ("–", "–", "–", "")
     assert table.remarks == ()
+    text = with_tables(BEGIN + END, all_runs(("kda",), ("XS",)), {})
+    assert "| attention | loss at equal FLOPs |" in text
+    assert "| `kda` | – | – | 1.602 ± 0.004 | – |" in text
 
 
 def test_only_runs_at_the_best_rate_stand():
@@ -116,17 +119,17 @@ def runs() -> list:
 
 def test_the_tables_of_the_page(runs):
     speeds = {("kda", "S", "context", 1024): 12_345.6, ("kda", "S", "position", 8192): 4000.0}
-    written = page(f"before\n{BEGIN}old{END}after\n", runs, speeds)
+    written = with_tables(f"before\n{BEGIN}old{END}after\n", runs, speeds)
     assert written.startswith(f"before\n{BEGIN}\nXS, 0.2 million parameters outside of the embedding:\n\n| attention |")
     assert written.endswith(f"|\n\n{END}after\n")
     lines = written.split("\nS, 0.8 million parameters outside of the embedding:\n\n")[1].splitlines()
     assert lines[2:5] == [
         "| `gated_delta` | 1.306 ± 0.003 | **−0.065 ± 0.002** | 1.280 ± 0.003 | **−0.054 ± 0.002** | – | – | 146 |",
-        "| `softmax-parts` | 1.371 ± 0.002 |  | 1.335 ± 0.002 |  | – | – | 4,114 |",
+        "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | 4,114 |",
         "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | 12,346 | 0.250 | 146 |"]
     assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | – | – | 292 |" in written  # one seed
     with pytest.raises(ConfigError, match="has no lines"):
-        page("before\nafter\n", runs, speeds)
+        with_tables("before\nafter\n", runs, speeds)
 
 
 def test_differences_gains_and_trends(runs):

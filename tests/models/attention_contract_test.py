@@ -362,10 +362,10 @@ def test_the_state_is_what_the_flag_says(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_flops_are_counted_alike_on_all_devices(mode, monkeypatch):
     module = build(mode)
-    flops, of_long = module.flops(4096, 1024), module.flops(4096, 4096)
+    flops, at_4096 = module.flops(4096, 1024), module.flops(4096, 4096)
     for platform in ("gpu", "tpu"):
         monkeypatch.setattr("kernels.device.platform", lambda platform=platform: platform)
-        assert (module.flops(4096, 1024), module.flops(4096, 4096)) == (flops, of_long)
+        assert (module.flops(4096, 1024), module.flops(4096, 4096)) == (flops, at_4096)
     assert type(flops) is int
     assert flops > 0
     assert module.flops(8192, 1024) == 2 * flops
