@@ -147,6 +147,8 @@ def _flops(runs: Sequence[Run]) -> float:
 
 @dataclass(frozen=True)
 class ArmAtRung:
+    """The runs of an arm at a rung, and what they are compared with."""
+
     arm: str
     runs: Sequence[Run]
     baseline_runs: Sequence[Run]
