@@ -26,7 +26,7 @@ from support.command import run_command, status
 from support.errors import ConfigError
 from support.files import write_json, write_text
 from support.flags import checked_flags, flag_types, flags_by_field, parse_value
-from support.machine import processor
+from support.machine import cores, processor
 from support.ranges import members
 from training.environment import git_commit
 
@@ -322,4 +322,4 @@ def _device() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{processor()}, {len(cores())} cores"

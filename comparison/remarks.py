@@ -86,9 +86,16 @@ def dtype(run: Run) -> str | None:
 
 
 def devices(run: Run) -> str:
-    found = run.environment.get("devices")
-    count = run.environment.get("device_count", 1)
-    return "unknown" if found is None else ", ".join(map(str, found)) + (f" × {count}" if count != 1 else "")
+    """Kind and number of the devices; for a CPU its name and the number of its cores that the run used."""
+    found, count = run.environment.get("devices"), run.environment.get("device_count", 1)
+    if found is None:
+        return "unknown"
+    name = ", ".join(map(str, found))
+    if found == ["cpu"]:
+        name = run.environment.get("processor") or name
+        if cores := run.environment.get("cores"):
+            name += f", {cores} core{'s' if cores > 1 else ''}"
+    return name + (f" × {count}" if count != 1 else "")
 
 
 def commit(run: Run) -> str | None:

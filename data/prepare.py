@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 import contextlib
 import functools
 import hashlib
-import os
 import re
 import sys
 import time
@@ -40,6 +39,7 @@ from support.command import note, run_command, status
 from support.errors import ConfigError, DataError
 from support.files import cache_folder
 from support.flags import checked_flags, flags_by_field
+from support.machine import cores
 from support.progress import progress_bar
 
 _VERSION = 4  # part of the cache folder's name: increase it when the tokens of a source change
@@ -398,7 +398,7 @@ def _processes(encoding: Any, source: Source, workers: int | None) -> int:
         return 0
     if workers is not None:
         return workers
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(cores())
 
 
 @contextlib.contextmanager

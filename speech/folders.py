@@ -37,6 +37,7 @@ from support.command import status
 from support.errors import ConfigError, DataError, JsonError
 from support.files import replacing
 from support.json_files import Count, Digits, Hexadecimal, Natural, read, write
+from support.machine import cores
 from support.progress import progress_bar
 
 LETTERS = (*string.ascii_uppercase, "'", " ")
@@ -237,9 +238,8 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[Utte
 def _compute(corpus: Corpus, utterances: Sequence[Utterance], path: Path, title: str) -> dict[str, Any]:
     """Reads all files and writes their frames, with a progress bar; returns the index."""
     lengths, damaged, resampled, digest, features = [], {}, Counter[int](), hashlib.sha256(), 0
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     total = len(utterances)
-    with path.open("wb") as file, ThreadPoolExecutor(workers) as pool, progress_bar(title) as update:
+    with path.open("wb") as file, ThreadPoolExecutor(len(cores())) as pool, progress_bar(title) as update:
         for row, found in enumerate(pool.map(lambda utterance: corpus.read(utterance.path), utterances)):
             frames_TK, damage = found.frames_TK, found.damage
             if not damage and len(frames_TK):

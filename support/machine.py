@@ -1,5 +1,6 @@
 """The machine that a program runs on."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -10,3 +11,10 @@ def processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
                 platform.machine())
+
+
+def cores() -> list[int]:
+    """Numbers of the CPU's cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -16,6 +16,7 @@ from support import interrupts
 from support.command import output_stream, status
 from support.errors import ConfigError
 from support.locks import locked
+from support.machine import cores
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
 from sweeps.plan import EVALUATE, PlannedRun
@@ -128,10 +129,10 @@ def places_on(platform: str, count: int, parallel: int, runs: Sequence[PlannedRu
     """:func:`places` for a machine with ``count`` devices of a platform."""
     if platform == "cpu":
         _check_not_bounded_by_minutes(runs, parallel, "the cores of a CPU")
-        cores = sorted(os.sched_getaffinity(0)) if CAN_PIN else range(os.cpu_count() or 1)
-        if parallel > len(cores):
-            raise ConfigError(f"parallel is {parallel}; expected at most {len(cores)}, the number of cores")
-        return [Place(cores=tuple(cores[first::parallel]) if CAN_PIN else ()) for first in range(parallel)]
+        usable = cores()
+        if parallel > len(usable):
+            raise ConfigError(f"parallel is {parallel}; expected at most {len(usable)}, the number of cores")
+        return [Place(cores=tuple(usable[first::parallel]) if CAN_PIN else ()) for first in range(parallel)]
     if platform != "gpu":
         raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
                           "the runs with index or commands")

@@ -22,7 +22,7 @@ from support import json_files
 from support.command import message, note
 from support.errors import JsonError
 from support.files import cache_folder
-from support.machine import processor
+from support.machine import cores, processor
 from training import autotuning
 from training.run_files import ENVIRONMENT, read_environment
 
@@ -50,6 +50,7 @@ def environment(model: GPT | Encoder, *, parameters: int, checksum: str,
         "commit": git_commit(),
         "devices": sorted({device.device_kind for device in jax.devices()}),
         "processor": processor(),
+        "cores": len(cores()),
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
         "shared_device": os.environ.get(SHARED_DEVICE) == "1",

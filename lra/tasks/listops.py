@@ -9,7 +9,6 @@ than m / 4 and fewer than m. MED is the median, rounded down, SM the sum modulo 
 
 import functools
 import itertools
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from support.broken import Broken
 from support.command import status
 from support.errors import DataError
 from support.files import reading
+from support.machine import cores
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 TOKENS = ("", *"0123456789", *OPERATORS, "]", "?")
@@ -176,7 +176,7 @@ def _draw(max_length: int, count: int, seed: int) -> tuple[list[UInt8[np.ndarray
     because NumPy releases the interpreter's lock."""
     status(f"generating {count:,} expressions …")
     rows, labels, seen = [], [], set()
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = len(cores())
     with ThreadPoolExecutor(threads) as pool:
         for first in itertools.count(0, 4 * threads):
             seeds = [np.random.SeedSequence([seed, number]) for number in range(first, first + 4 * threads)]

@@ -42,6 +42,7 @@ from lra.tasks import Dataset, Split, dataset, files
 from support.broken import Broken
 from support.command import run_command, status
 from support.errors import ConfigError, DataError
+from support.machine import cores
 
 VOCABULARY = 257
 """Grey values + 1; 0 is padding."""
@@ -590,7 +591,7 @@ def generate(level: Level, seed: int, start: int, count: int, title: str = "imag
 
     status(f"generating {count:,} {title} …")
     images = np.empty((count, level.side, level.side), np.uint8)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(cores())) as pool:
         drawn = pool.map(functools.partial(_in_process, level, seed), chunks)
         try:
             for at, chunk in zip(range(0, count, size), track(

@@ -139,6 +139,10 @@ def test_runs_made_differently_are_warned_of(tmp_path):
     beside = write_run(tmp_path / "beside", "chunked", shared_device=True, **same)
     assert compared(*paths, beside).remarks == (
         "Trained on a device that other runs used too: beside. Their times cannot be compared.",)
+    halves = [write_run(tmp_path / str(cores), seed=cores, **same | {"processor": "AMD EPYC", "cores": cores})
+              for cores in (1, 2)]
+    assert compared(*halves).remarks == (
+        "Different devices (AMD EPYC, 1 core: 1; AMD EPYC, 2 cores: 2): their times cannot be compared.",)
     tokens = write_run(tmp_path / "tokens", tokenizer="gpt2", **same | {"corpus_checksum": "z"})
     assert [remark.partition(":")[0] for remark in compared(paths[0], tokens).remarks] == [
         "Different tokenizers (bytes"]

@@ -41,8 +41,9 @@ def test_it_says_what_a_run_was_made_with(model, monkeypatch):
     assert found["implementations"] == {"softmax": "blockwise", "linear": "cumsum"}
     assert json.loads(json.dumps(found)) == found
     monkeypatch.setenv("LINEARGPT_SHARED_DEVICE", "1")
-    shared = environment.environment(model, parameters=123, checksum="abc")["shared_device"]
-    assert (found["shared_device"], shared) == (False, True)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {1, 4, 5}, raising=False)
+    shared = environment.environment(model, parameters=123, checksum="abc")
+    assert (found["shared_device"], shared["shared_device"], shared["cores"]) == (False, True, 3)
 
 
 def test_the_form_is_that_of_the_mask_and_the_rows_there_are(model, monkeypatch):
