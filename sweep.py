@@ -3,7 +3,7 @@
     python sweep.py studies/learning_rate.py --out runs/lr --quick
     python sweep.py studies/learning_rate.py --out runs/lr --dry-run --measure
     python sweep.py studies/learning_rate.py --out runs/lr --commands runs.txt
-    python sweep.py studies/learning_rate.py --out runs/lr --index 3
+    python sweep.py studies/learning_rate.py --out runs/lr --run chunked-learning_rate-0.001-seed-0
     python sweep.py studies/lra.py --out runs/lra --rows chunked --dry-run
     python sweep.py studies/images.py --out runs/mnist --quick --data.dir mnist
 
@@ -28,6 +28,7 @@ import jax
 import tyro
 
 from comparison.study import Study, load_study, render_figures
+from comparison.wording import few
 from models import attention
 from support.command import output_stream, run_command, status
 from support.errors import FAILURE, ConfigError
@@ -77,12 +78,15 @@ class Options:
     """Write one shell command per run to this file, without running them."""
     index: int | None = None
     """Run only the run with this index, as listed by --dry-run."""
+    run: str | None = None
+    """Run only the run with this name, as listed by --dry-run."""
 
 
 def check(options: Options) -> None:
     """Raises :class:`ConfigError` for conflicting options."""
     ways = [flag for flag, given in (("--dry-run", options.dry_run), ("--commands", options.commands is not None),
-                                     ("--index", options.index is not None)) if given]
+                                     ("--index", options.index is not None), ("--run", options.run is not None))
+            if given]
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} are mutually exclusive")
     if options.measure and not options.dry_run:
@@ -105,13 +109,24 @@ def part_of(options: Options, study: Study) -> dict[str, Any]:
                    if (value := getattr(options.data, name)) is not None}
 
 
-def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
-    """All runs, or the one of ``--index``; :class:`ConfigError` if it is out of range."""
-    if index is None:
+def chosen(options: Options, study: Study, runs: Sequence[PlannedRun]) -> Sequence[PlannedRun]:
+    """All runs, or the one of ``--index`` or ``--run``.
+
+    Raises:
+        ConfigError: there is no such run, or the numbers of the runs change with their results.
+    """
+    if options.run is not None:
+        if not (found := [run for run in runs if run.name == options.run]):
+            raise ConfigError(f"--run {options.run}: the study has no such run; expected {few([r.name for r in runs])}")
+        return found
+    if options.index is None:
         return runs
-    if not 0 <= index < len(runs):
-        raise ConfigError(f"--index is {index}; expected 0 to {len(runs) - 1}: the study has {len(runs)} runs")
-    return [runs[index]]
+    if study.follows_results:
+        raise ConfigError(f"--index {options.index}: runs of this study follow from results, which changes their "
+                          "numbers; name the run with --run")
+    if not 0 <= options.index < len(runs):
+        raise ConfigError(f"--index is {options.index}; expected 0 to {len(runs) - 1}: the study has {len(runs)} runs")
+    return [runs[options.index]]
 
 
 def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
@@ -137,14 +152,14 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int
     return 0
 
 
-def shell_lines(options: Options, count: int) -> list[str]:
+def shell_lines(options: Options, runs: Sequence[PlannedRun]) -> list[str]:
     """The shell command of each run, for the working folder."""
     flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
     parts = {"--rows": options.rows, "--rungs": options.rungs, "--data.dir": options.data.dir,
              "--data.source": options.data.source}
     part = [text for flag, value in parts.items() if value for text in (flag, value)]
-    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *part, *flags, "--index"]
-    return [shlex.join([*line, str(index)]) for index in range(count)]
+    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *part, *flags, "--run"]
+    return [shlex.join([*line, run.name]) for run in runs]
 
 
 def run(options: Options, study: Study, runs: Sequence[PlannedRun], failed: dict[str, str]) -> int:
@@ -154,7 +169,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun], failed: dict
     added.
     """
     environment = processes.child_environment()
-    mine = chosen(runs, options.index)
+    mine = chosen(options, study, runs)
     places = processes.places(options.parallel, mine, environment)
     known = estimates.Estimates(runs)
     estimates.check_disk(known, mine, options.out, keep_all=options.keep_all, parallel=options.parallel)
@@ -168,7 +183,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun], failed: dict
         return 128 + progress.stopped_by
     for line in processes.failures(progress):
         status(line)
-    if options.index is None and progress.finished:
+    if mine is runs and progress.finished:
         for path in render_figures(study, options.out):
             print(path, file=output_stream())
     return FAILURE if progress.failed else 0
@@ -183,18 +198,18 @@ def command(arguments: Sequence[str]) -> int:
     study = load_study(options.study)
     part = part_of(options, study)
     runs = plan(study, options.out, quick=options.quick, **part)
-    chosen(runs, options.index)
+    one = chosen(options, study, runs) is not runs
     folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))
     if options.dry_run:
         return list_runs(options, study, runs)
     if options.commands is not None:
         folder.begin(study, runs, options.out, quick=options.quick)
-        write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, len(runs))))
+        write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, runs)))
         return 0
     failed: dict[str, str] = {}
     code = run(options, study, runs, failed)
     # Runs may follow from a run that diverged; a stopped sweep has a code of 128 and more.
-    while code in (0, FAILURE) and options.index is None and study.follows_results:
+    while code in (0, FAILURE) and not one and study.follows_results:
         known, runs = len(runs), plan(study, options.out, quick=options.quick, **part)
         if len(runs) == known:
             break

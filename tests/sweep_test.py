@@ -311,14 +311,14 @@ def test_parts_of_a_study_share_a_folder(made: SweptStudy, capsys):
     assert made.begun() == []
     assert [run["name"] for run in json.loads((made.out / "study.json").read_text())["runs"]] == RUNS
     assert made.sweep("--rungs", "1e-2", "--commands", made.folder / "lines.txt") == 0
-    assert "--rungs 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
+    assert f"--rungs 1e-2 --run {RUNS[3]}" in (made.folder / "lines.txt").read_text()
     before = "rungs"
     for name in ("data_dir", "data_source"):
         flag = "--" + name.replace("_", ".")
         made.change(f"{before}=None", f"{name}=None")
         made.change("rungs or " if before == "rungs" else f"{before} and ({before},) or ", f"{name} and ({name},) or ")
         assert made.sweep(flag, "1e-2", "--commands", made.folder / "lines.txt") == 0
-        assert f"{flag} 1e-2 --index 1" in (made.folder / "lines.txt").read_text()
+        assert f"{flag} 1e-2 --run {RUNS[3]}" in (made.folder / "lines.txt").read_text()
         before = name
     made.change("data_source=None", "rows=None")
     made.change("data_source and (data_source,) or ", "")
@@ -348,6 +348,14 @@ def test_runs_that_follow_from_results_are_run_after_them(following: SweptStudy,
     assert "2 more runs follow from these results" in capsys.readouterr().err
     assert following.sweep() == 0
     assert following.begun() == []
+
+
+def test_a_run_that_follows_from_results_has_a_name_and_no_number(following: SweptStudy, capsys):
+    assert following.sweep("--run", RUNS[2]) == 0
+    assert following.begun() == [RUNS[2]]
+    assert not (following.out / "figures").exists()
+    assert "--index 0: runs of this study follow from results" in following.refused(capsys, "--index", 0)
+    assert f"--run {RUNS[1]}: the study has no such run" in following.refused(capsys, "--run", RUNS[1])  # not yet
 
 
 def test_runs_follow_from_one_that_diverged_too(following: SweptStudy, capsys):
@@ -444,13 +452,14 @@ def test_one_line_a_run_and_one_run_by_its_index(made: SweptStudy, monkeypatch, 
     assert made.sweep("--quick", "--keep-all", "--commands", lines) == 2
     made.out = made.folder / "quick"
     assert made.sweep("--quick", "--keep-all", "--commands", lines) == 0
-    assert lines.read_text().splitlines()[1].endswith("--quick --keep-all --index 1")
+    assert lines.read_text().splitlines()[1].endswith(f"--quick --keep-all --run {RUNS[1]}")
     made.out = made.folder / "out"
     assert made.sweep("--index", 3) == 0
     assert made.sweep("--index", 3) == 0
     assert made.begun() == [RUNS[3]]
     assert not (made.out / "figures").exists()
     assert "index is 4; expected 0 to 3" in made.refused(capsys, "--index", 4)
+    assert "--run other: the study has no such run; expected" in made.refused(capsys, "--run", "other")
 
 
 def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: SweptStudy, capsys):
@@ -548,6 +557,7 @@ def test_more_runs_than_gpus_share_them(made: SweptStudy, monkeypatch, capsys):
 @pytest.mark.parametrize(("flags", "message"), [
     (["--measure"], "--measure requires --dry-run"),
     (["--dry-run", "--index", "0"], "--dry-run and --index are mutually exclusive"),
+    (["--index", "0", "--run", "a"], "--index and --run are mutually exclusive"),
     (["--parallel", "0"], "expected at least 1"),
     (["--rows", "linear"], "study.py has its own attentions"),
     (["--rows", "linear,chunkd"], "rows chunkd: no such mode; perhaps you meant chunked"),
