@@ -145,7 +145,8 @@ def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
     corpus = standings.PYTHON_PACKAGES if row["standings"] == standings.VERSION else standings_rows.corpus_of(
         others[0] if others else row)
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
-                if (place := Place.of(entry["name"])) is not None}
+                if (place := Place.of(entry["name"])) is not None and place.arm == row["row"]
+                and place.name == entry["name"]}
     found = standings_rows.problems(row, expected, corpus)
     if not found:
         found += work_problems(row)
@@ -210,8 +211,9 @@ def measure(options: Options, results: report.Results) -> int:
         losses = standings.losses_of([*itertools.chain(*map(runs_of, before.values())), *runs])
         arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
         rows = [row_of(arm, runs, name, before.get(arm)) for arm in arms]
+        known = {*losses, *filter(None, (Place.of(path.name) for path in options.add.glob("*")))}
         for row in rows:
-            begun = {place.rung for place in losses if place.arm == row["row"]}
+            begun = {place.rung for place in known if place.arm == row["row"]}
             for rung in [*standings.RUNGS][len(row["rungs"]):]:
                 if rung in begun and (why := standings.unfinished(rung, row["row"], losses)):
                     note(f"{row['row']}: {why}; left out")

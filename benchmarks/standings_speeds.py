@@ -31,8 +31,8 @@ from support.ranges import Count, Positive
 class Options(report.Options):
     arms: tuple[str, ...] = ()
     """Arms of the standings, or modes. Empty: at each size those with a row."""
-    rungs: tuple[str, ...] = ("XS", "S")
-    """Sizes."""
+    rungs: tuple[str, ...] = ()
+    """Sizes. Empty: all."""
     contexts: tuple[Count, ...] = (1024, 4096, 16384)
     """Contexts of training."""
     positions: tuple[Count, ...] = (128, 8192)
@@ -104,11 +104,12 @@ def configs_of(options: Options) -> dict[str, dict[str, Config]]:
     from comparison.standings_rows import RESULTS, rows_of
 
     found, rows = {}, rows_of(RESULTS / VERSION)
-    for rung in options.rungs:
+    for rung in options.rungs or RUNGS:
         if rung not in RUNGS:
             raise ConfigError(f"--rungs {rung}: no such rung; expected {', '.join(RUNGS)}")
         arms = options.arms or [arm for arm, row in rows.items() if rung in row["rungs"]]
-        found[rung] = {arm: protocol_config(Place(rung, arm, 1e-3, 0)) for arm in arms}
+        if arms:
+            found[rung] = {arm: protocol_config(Place(rung, arm, 1e-3, 0)) for arm in arms}
     return found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -44,6 +45,8 @@ GRID_COLOURS = "cividis"
 """A colour map that the colour-blind read like others."""
 MAX_TICKS = 8
 """Most values of an axis that all get a tick."""
+TICK_WIDTH = 14
+"""Letters of a line of a category's tick: some seven of them fit beside each other."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,13 @@ class Line:
     """Index of the point marked as the best; None: no mark."""
     published: str = ""
     """The source of published figures, whose points have no runs; empty for ours."""
-    extrapolated: bool = False
-    """Whether its points are of a fit, beyond the runs; their intervals are its band."""
+    fitted: bool = False
+    """Whether its points are of a fit; their intervals are its band."""
 
     @property
     def is_faint(self) -> bool:
         """Whether it has no runs, and is drawn with open markers."""
-        return bool(self.published) or self.extrapolated
+        return bool(self.published) or self.fitted
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Figure:
                                    "seeds": len(point.runs), "runs": point.runs} for point in line.points],
                        "best": None if line.best is None else line.points[line.best].x,
                        "published": line.published or None,
-                       **({"extrapolated": True} if line.extrapolated else {})} for line in self.lines],
+                       **({"fitted": True} if line.fitted else {})} for line in self.lines],
             "remarks": self.remarks, **({"grid": True} if self.grid else {}),
         }
 
@@ -589,7 +592,7 @@ class _LineEntry(TypedDict):
     points: list[_PointEntry]
     best: Finite | str | None
     published: NotRequired[str | None]
-    extrapolated: NotRequired[bool]
+    fitted: NotRequired[bool]
 
 
 class _FigureEntry(TypedDict):
@@ -632,7 +635,7 @@ def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
             json_files.check(point.x, kind, path, f"{field}.lines[{i}].points[{j}].x")
         best = next((j for j, point in enumerate(points) if point.x == line["best"]), None)
         lines.append(Line(line["label"], line["attention"], points, best, line.get("published") or "",
-                          line.get("extrapolated", False)))
+                          line.get("fitted", False)))
         rows += [(line["label"], value_text(point.x), number_text(point.y),
                   "–" if point.interval is None else interval_text(point.interval)) for point in points]
     return Figure(entry["name"], entry["title"], Axis(entry["x"], entry["x_axis"]), entry["y"], tuple(lines),
@@ -652,7 +655,7 @@ def check_names(figures: Sequence[Figure]) -> None:
 
 def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """Renders a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line,
-    open markers for published figures, and open markers on dashes for extrapolated ones.
+    open markers for published figures, and open markers on dashes for fits.
 
     The output is deterministic. Categories of one point each are listed vertically.
     """
@@ -673,7 +676,7 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": own}
             faint = {"fillstyle": "none", "alpha": 0.6} if line.is_faint else {}
-            style = DASHES["dash"][0] if line.extrapolated else style
+            style = DASHES["dash"][0] if line.fitted else style
             panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=marker,
                        markersize=6, **look, **faint)
             for at, point in zip(x, line.points, strict=True):
@@ -686,7 +689,7 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         if figure.zero:
             panel.axhline(0, color="#8c959f", linewidth=1)
         if places:
-            panel.set_xticks(range(len(places)), [plain(str(value)) for value in places])
+            panel.set_xticks(range(len(places)), [fill(plain(str(value)), TICK_WIDTH) for value in places])
             panel.margins(x=0.1)
         else:
             panel.set_xscale(figure.x.kind)

@@ -500,12 +500,12 @@
   }
 
   /** A line of means with bars for their intervals. */
-  function studyTrace(figure, { label, colour, dash, symbol, points, published, extrapolated }) {
-    const faint = published || extrapolated;
+  function studyTrace(figure, { label, colour, dash, symbol, points, published, fitted }) {
+    const faint = published || fitted;
     const bars = (end, sign) => points.map(({ mean, interval }) => interval ? sign * (interval[end] - mean) : 0);
     const customdata = points.map(({ interval, seeds }) => [
       interval ? `95 % interval ${interval.map((end) => end.toFixed(4)).join(" to ")}` : "no interval",
-      published ? "published" : extrapolated ? "extrapolated" : `${seeds} seed${seeds > 1 ? "s" : ""}`]);
+      published ? "published" : fitted ? "fit" : `${seeds} seed${seeds > 1 ? "s" : ""}`]);
     return { type: "scatter", name: label, meta: { kind: "study", runs: points.flatMap((point) => point.runs) },
              x: points.map(({ x }) => x), y: points.map(({ mean }) => mean), showlegend: false, customdata,
              mode: figure.x_axis === "category" ? "markers" : "lines+markers", line: { color: colour, dash, width: 2 },

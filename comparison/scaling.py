@@ -4,7 +4,9 @@ A law L(C) = floor + scale · C^−exponent, the form of Henighan et al., "Scali
 Modeling", 2020 (arXiv 2010.14701), is fitted to the losses of runs of several sizes and lengths.
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +47,13 @@ class PowerLaw:
     scale: float
     exponent: float
 
+    @property
+    def bounded(self) -> list[str]:
+        """Names of the parameters that are at a bound of the fit: the data say no more than that."""
+        low, high = _EXPONENTS
+        return [name for name, is_at in (("floor", self.floor == 0),
+                                         ("exponent", not 1.01 * low < self.exponent < high / 1.01)) if is_at]
+
     def __call__(self, compute: Any) -> Any:
         return self.floor + self.scale * np.asarray(compute, float) ** -self.exponent
 
@@ -54,6 +63,7 @@ class Fit:
     """A law, the points that it was fitted to, and laws of resampled seeds and windows."""
 
     law: PowerLaw
+    sizes_P: tuple[str, ...]
     compute_P: Float[np.ndarray, " P"]
     loss_P: Float[np.ndarray, " P"]
     resampled: tuple[PowerLaw, ...]
@@ -69,7 +79,7 @@ class Fit:
         return float(self.compute_P.min()), float(self.compute_P.max())
 
     def band(self, compute: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """The interval of the loss at a compute, over resampled seeds and windows.
+        """The interval of the loss at a compute, over resampled seeds and windows; the law itself is inside.
 
         Raises:
             ConfigError: the compute is more than ``REACH`` times the largest measured.
@@ -79,7 +89,7 @@ class Fit:
                               f"expected at most {REACH} times")
         losses = [law(compute) for law in self.resampled]
         low, high = np.quantile(losses, [(1 - confidence) / 2, (1 + confidence) / 2])
-        return float(low), float(high)
+        return min(float(low), float(self.law(compute))), max(float(high), float(self.law(compute)))
 
 
 def fit(runs: Sequence[Trained], *, resamples: int = RESAMPLES) -> Fit:
@@ -111,7 +121,8 @@ def fit(runs: Sequence[Trained], *, resamples: int = RESAMPLES) -> Fit:
         laws.append(_least_squares(np.concatenate([run.compute_P for run in drawn]),
                                    np.concatenate([run.loss_P + shift for run, shift in zip(drawn, shifts, strict=True)
                                                    ])))
-    return Fit(_least_squares(compute_P, loss_P), compute_P, loss_P, tuple(laws))
+    sizes_P = tuple(run.size for run in runs for _ in run.compute_P)
+    return Fit(_least_squares(compute_P, loss_P), sizes_P, compute_P, loss_P, tuple(laws))
 
 
 def _least_squares(compute_P: Float[np.ndarray, " P"], loss_P: Float[np.ndarray, " P"]) -> PowerLaw:
@@ -143,18 +154,18 @@ def compute_equivalent_gain(compute: float, loss: float, baseline: Mapping[float
     Args:
         compute: of the run.
         loss: that it reached.
-        baseline: the loss of the baseline by its compute, one point for each size.
+        baseline: the loss of the baseline by its compute, one point for each size; those that are not finite do not
+            count.
 
     Returns:
-        None if the loss is outside of the losses of the baseline. Between two points of it the loss is linear in the
-        logarithm of the compute.
+        The least compute at which the baseline has the loss, as a multiple. Between two points its loss is linear in
+        the logarithm of the compute. None if it falls through the loss between no two points.
     """
-    points = sorted(baseline.items())
-    losses = np.array([each for _, each in points])
-    if len(points) < 2 or not losses.min() <= loss <= losses.max() or (np.diff(losses) >= 0).any():
-        return None
-    log_compute = np.log([each for each, _ in points])
-    return float(np.exp(np.interp(-loss, -losses, log_compute)) / compute)
+    points = sorted(point for point in baseline.items() if np.isfinite(point).all())
+    for (start, above), (end, below) in itertools.pairwise(points):
+        if below <= loss <= above and below < above:
+            return float(np.exp(np.interp(-loss, (-above, -below), np.log((start, end)))) / compute)
+    return None
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,8 @@ class Trend:
 
     slopes: tuple[float, ...]
     """Of each seed: nats for each factor of ten in parameters. Above 0, the set-up loses ground."""
+    sizes: tuple[float, ...]
+    """The numbers of parameters that it is over."""
 
     @property
     def slope(self) -> float:
@@ -185,15 +198,19 @@ class Trend:
 def trend(differences: Mapping[float, Mapping[Any, float]]) -> Trend | None:
     """The slope of a paired difference against the logarithm of the size, for each seed that has two sizes.
 
+    It is over the sizes that all of these seeds have, so that the slopes differ by the noise of a seed alone.
+
     Args:
         differences: loss of the set-up minus that of the baseline, by number of parameters and by seed.
 
     Returns:
-        None if no seed has two sizes.
+        None if no two sizes are shared.
     """
-    slopes = []
-    for seed in dict.fromkeys(seed for by_seed in differences.values() for seed in by_seed):
-        found = {math.log10(size): by_seed[seed] for size, by_seed in differences.items() if seed in by_seed}
-        if len(found) > 1:
-            slopes.append(float(np.polyfit([*found], [*found.values()], 1)[0]))
-    return Trend(tuple(slopes)) if slopes else None
+    counts = Counter(seed for by_seed in differences.values() for seed in by_seed)
+    seeds = [seed for seed, count in counts.items() if count > 1]
+    shared = {size: by_seed for size, by_seed in differences.items() if by_seed.keys() >= {*seeds}}
+    if not seeds or len(shared) < 2:
+        return None
+    slopes = [float(np.polyfit(np.log10([*shared]), [by_seed[seed] for by_seed in shared.values()], 1)[0])
+              for seed in seeds]
+    return Trend(tuple(slopes), tuple(shared))

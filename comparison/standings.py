@@ -122,7 +122,7 @@ VARIANTS: dict[str, Arm] = {
 }
 """kda with the parameters of gated_delta, to a thousandth; softmax over a window with the state of the recurrences; and
 linear attention with their small parts."""
-_NAME = re.compile(r"(?P<rung>[A-Z]+)(?P<check>_check)?-(?P<arm>.+?)-(?P<rate>\d[\d.]*(e-\d+)?)-seed-(?P<seed>\d+)")
+_NAME = re.compile(r"(?P<rung>[A-Z]+)(?P<check>_check)?-(?P<arm>.+?)-(?P<rate>\d+(\.\d+)?(e-\d+)?)-seed-(?P<seed>\d+)")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from comparison.scaling import (
 from comparison.standings import CONTEXT, LONGER, REFERENCE, RUNGS, Place, arm_of, best_rate, losses_of
 from comparison.standings_rows import state_bytes
 from comparison.statistics import bonferroni, mean_interval
-from comparison.wording import interval_text, number_text, significance
+from comparison.wording import interval_text, listed, number_text, significance
 
 Speeds = Mapping[tuple[str, str, str, int], float]
 """Tokens a second by arm, rung, ``context`` (of training) or ``position`` (of sampling), and its value."""
@@ -52,10 +52,11 @@ def figures(runs: Sequence[Run], speeds: Speeds | None = None, abilities: Figure
         speeds: tokens a second, for the gains in time.
         abilities: the grid of studies/abilities.py, for the attentions that it has too.
     """
+    runs = [run.to_the_end() for run in runs]
     found, speeds = standing(runs), speeds or {}
     shown = [run for group in found.values() for run in group]
     if not shown:  # the quick form, or an unfinished search of rates
-        shown = [run for run in runs if Place.of(run.name) is not None]
+        shown = [run for run in runs if Place.of(run.name) is not None and run.val]
     tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _costs(speeds), *_classes(found),
               *_abilities(abilities, [arm for arm, _ in found]), _machines(found)]
     return [_against_compute(shown), *_trends(found), *_fits(found), *_fits(found, speeds),
@@ -204,14 +205,14 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
     for each in here:
         arm, runs, baseline = each.arm, each.runs, arm_of(each.arm).baseline
         gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
+        timed = {(name, rung, "context", CONTEXT) for name in (arm, baseline)} <= speeds.keys()
         by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
         (equal, final), (of_equal, of_final) = each.losses, each.differences
         rows.append((
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
             _mean(equal), *_difference(of_equal, compared), _mean(final), *_difference(of_final, compared),
             _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
-            _gain(arm, gain), "–" if (arm, rung, "context", CONTEXT) not in speeds else _gain(
-                arm, _gain_in_time(arm, rung, found, speeds)),
+            _gain(arm, gain), "–" if not timed else _gain(arm, _gain_in_time(arm, rung, found, speeds)),
             _mean(_at_equal_time(arm, rung, found, speeds)),
             *("–" if loss is None else number_text(loss) for loss in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs))))
@@ -223,7 +224,7 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
         f"state at {CONTEXT:,}, KiB", "seeds"),
         tuple(rows),
         (f"Higher and lower: with a confidence of 95 % in all {compared} comparisons of a column together.",)
-        if compared else ())
+        if compared and RUNGS[rung].seeds > 1 else ())
 
 
 def _mean(losses: Sequence[float]) -> str:
@@ -255,34 +256,74 @@ def _costs(speeds: Speeds) -> Figure:
     return Figure("costs", "Speed without other load", Axis(""), "", (), ("rung", "attention", *headings), tuple(rows))
 
 
+@dataclass(frozen=True)
+class ClassLosses:
+    """The losses of an arm at a rung in a class of the tokens."""
+
+    arm: str
+    rung: str
+    name: str
+    """Of the class."""
+    share: float
+    """Of the class in all tokens."""
+    losses: Mapping[Any, float]
+    """By seed."""
+    differences: Sequence[float]
+    """The same, minus those of softmax with the same parts, for each seed of both."""
+
+    def row(self, compared: int) -> tuple[str, ...]:
+        """Its row; ``compared``: the number of comparisons that are significant with 95 % together."""
+        return (self.arm, self.rung, self.name, f"{self.share:.2%}", _mean([*self.losses.values()]),
+                ", ".join(_number(loss) for _, loss in sorted(self.losses.items())),
+                *_difference(self.differences, compared))
+
+
+def class_losses(found: Standing) -> dict[str, list[ClassLosses]]:
+    """The losses by class of the tokens of all arms at all rungs, by the partition that has the class."""
+    by_run = {key: {run.seed: classes for run in runs if (classes := _loss_by_class(run))}
+              for key, runs in found.items()}
+    losses: dict[str, list[ClassLosses]] = {}
+    for rung in RUNGS:
+        for (arm, of_rung), mine in by_run.items():
+            if of_rung != rung or not mine:
+                continue
+            baseline = arm_of(arm).baseline
+            base = by_run.get((baseline, rung), {}) if baseline != arm else {}
+            for partition, classes in next(iter(mine.values())).items():
+                for name, (share, _) in classes.items():
+                    own, of_base = ({seed: at[partition][name][1] for seed, at in runs.items()}
+                                    for runs in (mine, base))
+                    losses.setdefault(partition, []).append(ClassLosses(
+                        arm, rung, name, share, own, [own[seed] - of_base[seed] for seed in own if seed in of_base]))
+    return losses
+
+
 def _classes(found: Standing) -> list[Figure]:
-    """For each partition of the tokens the loss of each arm minus that of softmax with the same parts, by class, at the
-    largest rung of both."""
-    lines: dict[str, list[Line]] = {}
-    rows: dict[str, list[tuple[tuple[str, ...], list[float]]]] = {}
-    largest = {arm: rung for rung in RUNGS for arm, of_rung in found
-               if of_rung == rung and (arm_of(arm).baseline, rung) in found}
-    for arm, rung in largest.items():
-        if arm_of(arm).baseline == arm:
-            continue
-        mine, base = ({run.seed: run for run in found[name, rung]} for name in (arm, arm_of(arm).baseline))
-        pairs = [(_loss_by_class(base[seed]), _loss_by_class(mine[seed])) for seed in mine if seed in base]
-        for partition, classes in (pairs[0][0] if pairs else {}).items():
-            points = []
-            for name, (share, loss) in classes.items():
-                differences = [b[partition][name][1] - a[partition][name][1] for a, b in pairs]
-                points.append(Point(name, float(np.mean(differences)), mean_interval(differences),
-                                    tuple(run.name for run in found[arm, rung])))
-                rows.setdefault(partition, []).append((
-                    (arm, rung, name, f"{share:.2%}", number_text(loss)), differences))
-            lines.setdefault(partition, []).append(Line(arm, arm_of(arm).attention, tuple(points)))
-    return [Figure(f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the "
-                   "same parts", Axis("class", "category"), "difference in val loss (nats per token)",
-                   tuple(lines[partition]), ("attention", "rung", "class", "share", "loss of softmax", "difference",
-                                             "95 % interval", ""),
-                   tuple((*cells, *_difference(differences, len(rows[partition])))
-                         for cells, differences in rows[partition]), zero=True)
-            for partition in lines]
+    """For each partition of the tokens the losses by class. The picture has the differences to softmax with the same
+    parts at the largest rung with several seeds of both, or else the largest."""
+    return [_classes_of(partition, losses) for partition, losses in class_losses(found).items()]
+
+
+def _classes_of(partition: str, losses: Sequence[ClassLosses]) -> Figure:
+    classes, rungs = [*dict.fromkeys(each.name for each in losses)], [*RUNGS]
+    rows = sorted(losses, key=lambda each: (rungs.index(each.rung), classes.index(each.name)))
+    drawn: dict[str, list[ClassLosses]] = {}
+    for of_rung in group_by([each for each in losses if each.differences], lambda each: (each.arm, each.rung)).values():
+        arm, several = of_rung[0].arm, len(of_rung[0].differences) > 1
+        if several or arm not in drawn or len(drawn[arm][0].differences) < 2:  # rungs come in ascending order
+            drawn[arm] = of_rung
+    lines = tuple(Line(f"{arm}, {of_rung[0].rung}", arm_of(arm).attention, tuple(
+        Point(each.name, float(np.mean(each.differences)), mean_interval(each.differences),
+              tuple(f"{arm} seed {seed}" for seed in each.losses)) for each in of_rung))
+        for arm, of_rung in drawn.items())
+    compared = {rung: sum(len(each.differences) > 1 for each in of_rung)
+                for rung, of_rung in group_by(losses, lambda each: each.rung).items()}
+    return Figure(
+        f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the same parts",
+        Axis("class", "category"), "difference in val loss (nats per token)", lines,
+        ("attention", "rung", "class", "share", "val loss", "of each seed", "minus softmax", "95 % interval", ""),
+        tuple(each.row(max(1, compared[each.rung])) for each in rows),
+        ("Higher and lower: with a confidence of 95 % in all comparisons of a rung together.",), zero=True)
 
 
 def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
@@ -331,15 +372,17 @@ def _trends(found: Standing) -> list[Figure]:
     if not changes:
         return []
     compared = sum(change.interval is not None for change in changes.values())
-    rows = [(arm, arm_of(arm).baseline, number_text(change.slope),
+    rungs = {float(rung.parameters): name for name, rung in RUNGS.items()}
+    rows = [(arm, arm_of(arm).baseline, ", ".join(rungs[size] for size in change.sizes), number_text(change.slope),
              "–" if change.interval is None else interval_text(change.interval), change.verdict(max(1, compared)))
             for arm, change in changes.items()]
     return [Figure("gap-against-size", "Loss minus that of softmax with the same parts, by size",
                    Axis("parameters outside of the embedding", "log"), "difference in val loss (nats per token)",
-                   tuple(lines), ("attention", "softmax with the same parts", "change for ten times the parameters",
-                                  "95 % interval", ""), tuple(rows),
-                   (f"Rises and falls: with a confidence of 95 % in all {compared} trends together.",)
-                   if compared else (), zero=True)]
+                   tuple(lines), ("attention", "softmax with the same parts", "over",
+                                  "change for ten times the parameters", "95 % interval", ""), tuple(rows),
+                   ("A trend is over the sizes that all its seeds have.", *(
+                       [f"Rises and falls: with a confidence of 95 % in all {compared} trends together."]
+                       if compared else [])), zero=True)]
 
 
 def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:
@@ -373,23 +416,34 @@ def fits(found: Standing, speeds: Speeds | None = None) -> dict[str, Fit]:
 
 
 def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
-    """The measured points of each fit, and its law beyond them with its band."""
+    """The measured losses of each fit, and its law with its band, within and beyond them."""
     name, compute = ("fits", "FLOPs") if speeds is None else ("fits-time", "seconds of training without other load")
-    lines, rows = [], []
-    for arm, each in fits(found, speeds).items():
+    lines, rows, bounded, laws = [], [], [], fits(found, speeds)
+    for arm, each in laws.items():
         attention, low, high = arm_of(arm).attention, *each.measured
-        points = [Point(float(at), float(loss), None, (f"{arm} {number}",)) for number, (at, loss)
-                  in enumerate(sorted(zip(each.compute_P, each.loss_P, strict=True)))]
-        beyond = [Point(high * factor, float(each.law(high * factor)), each.band(high * factor), ())
-                  for factor in (1, REACH**0.5, REACH)]
-        lines += [Line(arm, attention, tuple(points)),
-                  Line(f"{arm}, extrapolated", attention, tuple(beyond), extrapolated=True)]
+        losses = group_by(zip(each.compute_P, each.loss_P, strict=True), lambda point: float(point[0]))
+        points = [Point(at, float(np.mean(of_seeds)), mean_interval(of_seeds), (arm,))
+                  for at, group in sorted(losses.items()) for of_seeds in [[float(loss) for _, loss in group]]]
+        law = [Point(float(at), float(each.law(at)), each.band(at), ())
+               for at in [*np.geomspace(low, high, 4), high * REACH**0.5, high * REACH]]
+        lines += [Line(arm, attention, tuple(points)), Line(f"{arm}, fit", attention, tuple(law), fitted=True)]
+        residuals = group_by(zip(each.sizes_P, each.residuals_P, strict=True), lambda point: point[0])
         rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
-                     number_text(float(np.abs(each.residuals_P).max())), f"{low:.2g} to {high:.2g}",
-                     f"{number_text(beyond[-1].y)} ({interval_text(beyond[-1].interval or (0, 0))})"))
+                     "; ".join(f"{size} {interval_text((min(of_size), max(of_size)))}" for size, group in
+                               residuals.items() for of_size in [[float(value) for _, value in group]]),
+                     f"{low:.2g} to {high:.2g}",
+                     f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))
+        bounded += [f"the {what} of {arm}" for what in each.law.bounded]
+    remarks = [f"At the bound of what a fit may have: {listed(bounded)}."] if bounded else []
+    alone = [rung for rung in RUNGS if all(len(runs) == 1 for (arm, of_rung), runs in found.items()
+                                           if arm in laws and of_rung == rung)]
+    if alone:
+        remarks.append(f"{listed(alone)} has one seed, whose noise is not in the bands.")
+    if without := [arm for arm in dict.fromkeys(arm for arm, _ in found) if arm not in laws]:
+        remarks.append(f"No fit without {LEAST_SIZES} sizes that ended with a finite loss: {listed(without)}.")
     return [Figure(name, f"Power laws of loss against {compute}", Axis(compute, "log"), "val loss (nats per token)",
-                   tuple(lines), ("attention", "floor", "exponent", "largest residual", f"{compute} measured",
-                                  f"extrapolated to {REACH} times"), tuple(rows))] if rows else []
+                   tuple(lines), ("attention", "floor", "exponent", "residuals", f"{compute} measured",
+                                  f"extrapolated to {REACH} times"), tuple(rows), tuple(remarks))] if rows else []
 
 
 def _machines(found: Standing) -> Figure:

@@ -51,7 +51,8 @@ def _table(rung: str, arms: Sequence[ArmAtRung], speeds: Speeds) -> str:
                 f"a token after {LATE:,}, ms", f"state at {CONTEXT:,}, KiB")
     rows = [headings, ("---",) * 5 + ("---:",) * 3,
             *(_cells(rung, each, count_compared(arms), speeds) for each in arms)]
-    return "\n".join([f"{rung}, {RUNGS[rung].parameters / 1e6:.1f} million parameters outside of the embedding:", "",
+    size = f"{rung}, {RUNGS[rung].parameters / 1e6:.1f} million parameters outside of the embedding"
+    return "\n".join([f"{size}{', one seed' if RUNGS[rung].seeds == 1 else ''}:", "",
                       *(f"| {' | '.join(cells)} |" for cells in rows), ""])
 
 

@@ -189,7 +189,14 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus
         found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name), corpus)]
     if not row["rungs"]:
         found.append(unfinished("XS", row["row"], losses))
-    found += [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]
+    elif row["rungs"] != [*RUNGS][:len(row["rungs"])]:
+        found.append(f"it has the rungs {', '.join(row['rungs'])}; expected {', '.join(RUNGS)}, or the first of them")
+    elif missing := [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]:
+        found += missing
+    else:
+        wanted = {place.name for rung in row["rungs"] for place in places([row["row"]], [rung], losses)}
+        found += [f"{name}: the protocol has no such run at {', '.join(row['rungs'])}" for name in entries
+                  if name not in wanted]
     return found
 
 
@@ -229,7 +236,10 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None,
                                            strict=True):
             if count != step * tokens:
                 found.append(f"{count:.0f} tokens at step {step:.0f}; expected {step * tokens:.0f}")
-            if loss is None or not bits:  # it diverged
+            if loss is None:  # it diverged
+                continue
+            if not bits:
+                found.append(f"it has no bits per byte at step {step:.0f}")
                 continue
             counted = loss / math.log(2) / bits
             if not math.isclose(counted, corpus.bytes_per_token, rel_tol=1e-9):

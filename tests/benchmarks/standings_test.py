@@ -93,6 +93,14 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row)["evaluations"].pop(), "its evaluation at 16,384 tokens is missing"),
     (lambda row: entry(row)["windows"]["1024"]["loss"].pop(), "the losses of 127 val windows; expected 128"),
     (lambda row: row["runs"].append(entry(row)), "a run is there twice"),
+    (lambda row: row.update(rungs=["XS"]), "S-gated_delta-0.004-seed-1: the protocol has no such run at XS"),
+    (lambda row: row.update(rungs=["XS", "M"]), "it has the rungs XS, M; expected XS, S, M, or the first of them"),
+    (lambda row: row["runs"].append(copy.deepcopy(entry(row)) | {"name": "S-gated_delta-0.004-seed-7"}),
+     "S-gated_delta-0.004-seed-7: the protocol has no such run at XS, S, M"),
+    (lambda row: entry(row).update(name="S-gated_delta-0.0040-seed-1"), "0.0040-seed-1: standings S1 has no such run"),
+    (lambda row: entry(row).update(name="S-gated_delta-0.0.4-seed-1"), "0.0.4-seed-1: standings S1 has no such run"),
+    (lambda row: entry(row).update(name="S-mamba-0.004-seed-1"), "S-mamba-0.004-seed-1: it is not of the row"),
+    (lambda row: entry(row)["val"]["bits_per_byte"].__setitem__(-1, None), "it has no bits per byte at step 1920"),
     (lambda row: row.update(row="kda"), "XS-gated_delta-0.004-seed-0: it is not of the row kda"),
     (lambda row: row.update(row="mamba"), "this version of lineargpt has no such attention"),
     (lambda row: entry(row).update(parameters=9), "it has 9 parameters; expected"),
@@ -199,6 +207,12 @@ def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, results: 
     err = capsys.readouterr().err
     assert "gated_delta: rung S is not finished: S-gated_delta-0.004-seed-2 missing; left out" in err
     assert standings_rows.read_row(results / "S1" / "gated_delta.json")["rungs"] == ["XS"]
+    monkeypatch.setattr(command, "finished_runs", lambda folder: all_runs(("gated_delta",), ("XS", "S")))
+    (results / "runs" / "M-gated_delta-0.002-seed-0").mkdir(parents=True)
+    assert command.main(["--add", str(results / "runs")]) == 0
+    err = capsys.readouterr().err
+    assert "gated_delta: rung M is not finished: M-gated_delta-0.002-seed-0 missing; left out" in err
+    assert "rung S" not in err
 
 
 def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, results: Path, capsys):
@@ -244,7 +258,7 @@ def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, results: Pat
     (results / "S1").mkdir()
     (results / "S1" / "gated_delta.json").write_text(json.dumps(row | {"rungs": ["XS"]}))
     by_rung = standings_speeds.configs_of(standings_speeds.Options())
-    assert {rung: [*arms] for rung, arms in by_rung.items()} == {"XS": ["gated_delta"], "S": []}
+    assert {rung: [*arms] for rung, arms in by_rung.items()} == {"XS": ["gated_delta"]}
     command.draw(results)
     assert "a token after 8, ms" in (results / "figures" / "figures.md").read_text()
 

@@ -73,13 +73,29 @@ def test_a_gain_is_how_much_more_the_baseline_would_need():
 
 
 @pytest.mark.parametrize(("loss", "baseline"), [
-    (0.5, {1e5: 3.0, 1e6: 2.0}), (3.5, {1e5: 3.0, 1e6: 2.0}), (2.5, {1e5: 3.0}), (2.5, {1e5: 2.0, 1e6: 3.0})])
+    (0.5, {1e5: 3.0, 1e6: 2.0}), (3.5, {1e5: 3.0, 1e6: 2.0}), (2.5, {1e5: 3.0}), (2.5, {1e5: 2.0, 1e6: 3.0}),
+    (2.0, {1e5: 2.0, 1e6: 2.0}), (2.5, {1e5: 3.0, 1e6: float("nan")})])
 def test_no_gain_outside_of_the_range(loss, baseline):
     assert compute_equivalent_gain(1e5, loss, baseline) is None
 
 
+@pytest.mark.parametrize("last", [2.5, float("nan")])
+def test_a_size_that_did_not_become_better_leaves_the_gains_of_the_smaller_ones(last):
+    assert compute_equivalent_gain(1e5, 2.5, {1e5: 3.0, 1e6: 2.0, 1e7: last}) == pytest.approx(10**0.5)
+
+
+def test_a_trend_is_over_the_sizes_that_all_seeds_have():
+    found = trend({1e5: {0: 0.1, 1: 0.12, 2: 0.11}, 1e6: {0: 0.2, 1: 0.23, 2: 0.2}, 1e7: {0: -5.0}})
+    assert found is not None
+    assert found.slopes == pytest.approx((0.1, 0.11, 0.09))
+    assert found.sizes == (1e5, 1e6)
+    single = trend({1e5: {0: 0.1}, 1e6: {0: 0.2}, 1e7: {0: 0.3, 1: 0.4}})
+    assert single is not None
+    assert (single.slopes, single.sizes) == (pytest.approx((0.1,)), (1e5, 1e6, 1e7))
+
+
 def test_a_trend_needs_seeds_that_agree():
-    found = trend({1e5: {0: 0.1, 1: 0.12, 2: 0.11}, 1e6: {0: 0.2, 1: 0.23, 2: 0.2}, 1e7: {0: 0.3}})
+    found = trend({1e5: {0: 0.1, 1: 0.12, 2: 0.11}, 1e6: {0: 0.2, 1: 0.23, 2: 0.2}})
     assert found is not None
     assert found.slope == pytest.approx(0.1, abs=0.01)
     assert found.verdict() == "rises with size"

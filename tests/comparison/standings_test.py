@@ -1,9 +1,12 @@
 """The protocol of the standings: its sizes, its runs and its figures."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from comparison import standings, standings_rows
+from comparison.curves import Curve
 from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
@@ -127,7 +130,8 @@ def test_the_tables_of_the_page(runs):
         "| `gated_delta` | 1.306 ± 0.003 | **−0.065 ± 0.002** | 1.280 ± 0.003 | **−0.054 ± 0.002** | – | – | 146 |",
         "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | 4,114 |",
         "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | 12,346 | 0.250 | 146 |"]
-    assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | – | – | 292 |" in written  # one seed
+    assert "\nM, 3.1 million parameters outside of the embedding, one seed:\n" in written
+    assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | – | – | 292 |" in written
     with pytest.raises(ConfigError, match="has no lines"):
         with_tables("before\nafter\n", runs, speeds)
 
@@ -147,14 +151,50 @@ def test_differences_gains_and_trends(runs):
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
     assert found["gap-against-size"].remarks == (
-        "Rises and falls: with a confidence of 95 % in all 2 trends together.",)
-    by_class = {row[:3]: row[3:6] for row in found["classes-repeats-of-4-tokens"].rows}
-    assert list(by_class) == [(arm, "M", name) for arm in ("gated_delta", "kda") for name in ("first", "repeat")]
-    share, _, gap = by_class["gated_delta", "M", "repeat"]
-    assert share == "25.00%"
-    assert float(gap.replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
+        "A trend is over the sizes that all its seeds have.",
+        "Rises and falls: with a confidence of 95 % in all 2 trends together.")
+    assert {row[2] for row in found["gap-against-size"].rows} == {"XS, S"}
     by_size = gaps("kda", standing(runs))
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
+
+
+def test_losses_by_class_are_of_all_arms_and_drawn_where_there_are_several_seeds(runs):
+    (found,) = [figure for figure in figures(runs) if figure.name == "classes-repeats-of-4-tokens"]
+    rows = {row[:3]: row[3:] for row in found.rows}
+    assert list(rows) == [(arm, rung, name) for rung in RUNGS for name in ("first", "repeat")
+                          for arm in ("softmax-parts", "gated_delta", "kda")]
+    share, mean, of_seeds, gap, _, verdict = rows["gated_delta", "S", "repeat"]
+    losses = [float(text) for text in of_seeds.split(", ")]
+    assert (share, len(losses), verdict) == ("25.00%", 3, "lower")
+    assert losses == [pytest.approx(run.final() - 0.3, abs=1e-4) for run in standing(runs)["gated_delta", "S"]]
+    assert float(mean.split()[0]) == pytest.approx(sum(losses) / 3, abs=1e-4)
+    assert float(gap.replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
+    assert rows["softmax-parts", "S", "repeat"][3:] == ("–", "–", "")
+    assert rows["gated_delta", "M", "repeat"][4:] == ("–", "")  # one seed
+    assert [line.label for line in found.lines] == ["gated_delta, S", "kda, S"]
+    few = [run for run in runs if not run.name.startswith("M-softmax")]
+    assert len(next(each for each in figures(few) if each.name == found.name).rows) == len(found.rows) - 2
+
+
+@pytest.mark.parametrize("diverged", ["S-kda-0.004-seed-0", "S-kda-0.004-seed-1", "M-softmax-parts-0.002-seed-0"])
+def test_a_run_that_diverged_stays_in_and_the_figures_are_drawn(runs, diverged):
+    (gone,) = [run for run in runs if run.name == diverged]
+    nothing = {name: np.where([name == "loss"], np.nan, values) for name, values in gone.val.points.items()}
+    broken = replace(gone, val=Curve(nothing, nothing, 1), evaluations=[], window_losses={})
+    found = {figure.name: figure for figure in figures([broken if run is gone else run for run in runs])}
+    rung, arm = diverged.split("-0.")[0].split("-", 1)
+    rows = {row[0]: dict(zip(found[f"rung-{rung}"].headings[3:9], row[3:9], strict=True))
+            for row in found[f"rung-{rung}"].rows}
+    assert rows[arm]["val loss"] == "not finite"
+    classes = {row[:2] for row in found["classes-repeats-of-4-tokens"].rows}
+    assert ((arm, rung) in classes) == (rung == "S")  # two seeds are left of S, none of M
+    column = found["rung-XS"].headings.index("gain in FLOPs")
+    assert {row[0]: row[column] for row in found["rung-XS"].rows}["gated_delta"] != "beyond the range"
+
+
+def test_a_study_whose_runs_have_just_begun_has_no_figure_of_them(runs):
+    begun = replace(runs[0], val=Curve(), annealed=Curve(), evaluations=[], window_losses={})
+    assert all(not figure.lines for figure in figures([begun]))
 
 
 def test_a_table_is_sorted_by_the_loss_at_equal_compute(monkeypatch):
@@ -237,13 +277,23 @@ def test_fits_need_three_sizes(runs):
     assert set(found) == {"softmax-parts", "gated_delta", "kda"}
     assert found["softmax-parts"].law.exponent == pytest.approx(0.15, abs=0.03)
     figure = next(each for each in figures(runs) if each.name == "fits")
-    measured, beyond = figure.lines[:2]
-    assert (measured.extrapolated, beyond.extrapolated) == (False, True)
-    assert beyond.points[-1].x == pytest.approx(10 * max(point.x for point in measured.points))
-    low, high = beyond.points[-1].interval or (0, 0)
-    assert low < beyond.points[-1].y < high
+    measured, law = figure.lines[:2]
+    assert (measured.fitted, law.fitted) == (False, True)
+    assert len(measured.points) == 9  # three lengths of three sizes
+    assert [point.interval is None for point in measured.points] == [False] * 6 + [True] * 3
+    assert (law.points[0].x, law.points[-1].x) == pytest.approx((measured.points[0].x, 10 * measured.points[-1].x))
+    low, high = law.points[-1].interval or (0, 0)
+    assert low < law.points[-1].y < high
+    assert figure.rows[0][3].startswith("XS −0.00")
+    assert [text.partition(" ")[0] for text in figure.rows[0][3].split("; ")] == ["XS", "S", "M"]
+    assert figure.remarks == ("M has one seed, whose noise is not in the bands.",)
     two = [run for run in runs if not run.name.startswith("M")]
     assert fits(standing(two)) == {}
+    mixed = [*two, *(run for run in runs if run.name.startswith("M-kda"))]
+    (figure,) = [each for each in figures(mixed) if each.name == "fits"]
+    assert [row[0] for row in figure.rows] == ["kda"]
+    assert figure.remarks[-1] == (
+        "No fit without 3 sizes that ended with a finite loss: softmax-parts and gated_delta.")
     assert "fits" not in {figure.name for figure in figures(two)}
 
 
