@@ -43,3 +43,12 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return standings_figures.figures(runs)
+
+
+def notes(quick: bool) -> list[str]:
+    """How many runs there will be."""
+    if quick:
+        return []
+    xs, s, m = RUNGS.values()
+    return [f"each arm has at least {len(standings.START) + xs.seeds - 1} runs at XS, {len(standings.FACTORS)} of a "
+            f"quarter of the length and {s.seeds} at S, and {m.seeds} at M; they follow from those before"]

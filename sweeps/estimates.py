@@ -23,6 +23,7 @@ from sweeps.folder import is_finished
 from sweeps.plan import PlannedRun, module_of, plan_run
 from training.checkpoint import Checkpoints
 from training.metrics import read_blocks
+from training.position import annealed_fraction
 from training.run_files import read_environment
 
 TIMED_STEPS = 3
@@ -52,11 +53,11 @@ class Timing:
         bounds = [train.steps * self.step] if train.steps is not None else []
         bounds += [60 * train.minutes] if train.minutes is not None else []
         training = min(bounds)
-        evaluations = ceil(training / self.step / train.eval_every)
-        return self.other + training + evaluations * self.evaluation
+        evaluations = ceil(training / self.step / train.eval_every) + len(train.anneal_at[:-1])
+        return self.other + training * (1 + annealed_fraction(config)) + evaluations * self.evaluation
 
 
-def timing(folder: Path) -> Timing | None:
+def timing(folder: Path, config: RunConfig) -> Timing | None:
     """The times of a run; None if its metrics are insufficient."""
     path = folder / "metrics.jsonl"
     lines = list(chain.from_iterable(reversed(list(read_blocks(path))))) if path.is_file() else []
@@ -68,7 +69,9 @@ def timing(folder: Path) -> Timing | None:
     evaluations = [line["wall_seconds"] - before["wall_seconds"] for before, line in pairwise(lines)
                    if line["split"] == "val"]
     evaluation = min(evaluations, default=0.0)
-    other = lines[-1]["wall_seconds"] - train[-1]["train_seconds"] - len(evaluations) * evaluation
+    training = train[-1]["train_seconds"] * (1 + annealed_fraction(config))
+    count = len(evaluations) + len(config.train.anneal_at[:-1])
+    other = lines[-1]["wall_seconds"] - training - count * evaluation
     with contextlib.suppress(OSError, RunError):
         environment = read_environment(folder)
         memory = environment.get("peak_bytes") or environment.get("step_bytes")
@@ -92,7 +95,7 @@ class Estimates:
 
     def learn(self, run: PlannedRun) -> None:
         """Use a finished run for the others of its shape."""
-        if run.config is not None and is_finished(run) and (found := timing(run.folder)) is not None:
+        if run.config is not None and is_finished(run) and (found := timing(run.folder, run.config)) is not None:
             self._timings[run.shape] = found
 
     def measure(self, out: Path, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
@@ -118,7 +121,8 @@ class Estimates:
                 short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), folder)
                 ended = subprocess.run([sys.executable, *short.commands[0]], env=environment, capture_output=True,
                                        text=True, check=False, stdin=subprocess.DEVNULL)
-                if ended.returncode or (found := timing(short.folder)) is None:
+                assert short.config is not None
+                if ended.returncode or (found := timing(short.folder, short.config)) is None:
                     error_lines = ended.stderr.strip().splitlines()
                     raise LineargptError(f"timing {run.name}: it ended with exit code {ended.returncode}"
                                          + (f": {error_lines[-1]}" if error_lines else ""))

@@ -1,6 +1,5 @@
 """sweep.py: most tests replace train.py by a short script, so that a run is a process of a tenth of a second."""
 
-
 import json
 import math
 import os
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -478,6 +478,16 @@ def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: SweptStud
     assert found["0"][2:5] == found["5"][2:5] == ["to do", "?", "?"]
     # A checkpoint has each of 1,000 parameters three times, in 4 bytes; the run makes one, with room for another.
     assert found["2"][5:] == ["24 kB", "4 kB"]
+
+
+def test_the_estimate_has_the_training_to_annealed_points():
+    known = estimates.Timing(step=2.0, evaluation=10.0, other=5.0, memory=None)
+    config = Config()
+    config = replace(config, train=replace(config.train, steps=1000, minutes=None, eval_every=500))
+    assert known.seconds(config) == 5 + 2000 + 2 * 10
+    # Each decays over a fifth of its length, and is evaluated.
+    annealed = replace(config, train=replace(config.train, anneal_at=(0.25, 0.5, 1.0)))
+    assert known.seconds(annealed) == 5 + 2000 * (1 + 0.2 * 0.75) + 4 * 10
 
 
 def test_what_a_cut_run_has_written_is_not_needed_again(made: SweptStudy, monkeypatch):

@@ -97,6 +97,11 @@ def annealed_run(config: RunConfig, position: Position) -> RunConfig | None:
     return replace(config, train=replace(train, minutes=fraction * train.minutes))
 
 
+def annealed_fraction(config: RunConfig) -> float:
+    """The training to all annealed points together, as a fraction of the run, which goes on from before each."""
+    return sum(config.train.anneal_at[:-1]) * config.optimizer.decay_fraction
+
+
 def decay_begins(config: RunConfig, position: Position) -> bool:
     """Whether the decay to the next annealed point begins at a position."""
     shorter = annealed_run(config, position)
