@@ -107,9 +107,14 @@ def row_of(arm: str, runs: Sequence[Run], standings: str = VERSION, before: Row 
                 break
         else:
             break
-    return {"format": FORMAT, "standings": standings, "row": arm,
-            "attention": arm_of(arm).attention, "options": dict(arm_of(arm).options), "baseline": arm_of(arm).baseline,
-            "rungs": list(rungs), "runs": [*itertools.chain(*rungs.values())]}
+    return {"format": FORMAT, "standings": standings, "row": arm, **_described(arm), "rungs": list(rungs),
+            "runs": [*itertools.chain(*rungs.values())]}
+
+
+def _described(arm: str) -> Any:
+    """What a row says of its arm."""
+    found = arm_of(arm)
+    return {"attention": found.attention, "options": dict(found.options), "baseline": found.baseline}
 
 
 def _entry(run: Run) -> Entry:
@@ -181,7 +186,8 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus
     entries = {entry["name"]: entry for entry in row["runs"]}
     losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
               for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
-    found = []
+    found = [f"{name} is {row[name]}; expected {value}" for name, value in _described(row["row"]).items()
+             if row[name] != value]
     if len(entries) < len(row["runs"]):
         found.append("a run is there twice")
     found += [f"{place.name}: it is not of the row {row['row']}" for place in losses if place.arm != row["row"]]

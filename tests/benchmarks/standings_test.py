@@ -102,6 +102,7 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row).update(name="S-mamba-0.004-seed-1"), "S-mamba-0.004-seed-1: it is not of the row"),
     (lambda row: entry(row)["val"]["bits_per_byte"].__setitem__(-1, None), "it has no bits per byte at step 1920"),
     (lambda row: row.update(row="kda"), "XS-gated_delta-0.004-seed-0: it is not of the row kda"),
+    (lambda row: row.update(baseline="softmax"), "baseline is softmax; expected softmax-parts"),
     (lambda row: row.update(row="mamba"), "this version of lineargpt has no such attention"),
     (lambda row: entry(row).update(parameters=9), "it has 9 parameters; expected"),
     (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "63,578 FLOPs a token after 15,728,640 tokens"),
