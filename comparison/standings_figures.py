@@ -257,7 +257,7 @@ def _costs(speeds: Speeds) -> Figure:
 
 
 @dataclass(frozen=True)
-class ClassLosses:
+class ClassAtRung:
     """The losses of an arm at a rung in a class of the tokens."""
 
     arm: str
@@ -278,11 +278,11 @@ class ClassLosses:
                 *_difference(self.differences, compared))
 
 
-def class_losses(found: Standing) -> dict[str, list[ClassLosses]]:
+def class_losses(found: Standing) -> dict[str, list[ClassAtRung]]:
     """The losses by class of the tokens of all arms at all rungs, by the partition that has the class."""
     by_run = {key: {run.seed: classes for run in runs if (classes := _loss_by_class(run))}
               for key, runs in found.items()}
-    losses: dict[str, list[ClassLosses]] = {}
+    losses: dict[str, list[ClassAtRung]] = {}
     for rung in RUNGS:
         for (arm, of_rung), mine in by_run.items():
             if of_rung != rung or not mine:
@@ -293,7 +293,7 @@ def class_losses(found: Standing) -> dict[str, list[ClassLosses]]:
                 for name, (share, _) in classes.items():
                     own, of_base = ({seed: at[partition][name][1] for seed, at in runs.items()}
                                     for runs in (mine, base))
-                    losses.setdefault(partition, []).append(ClassLosses(
+                    losses.setdefault(partition, []).append(ClassAtRung(
                         arm, rung, name, share, own, [own[seed] - of_base[seed] for seed in own if seed in of_base]))
     return losses
 
@@ -304,10 +304,10 @@ def _classes(found: Standing) -> list[Figure]:
     return [_classes_of(partition, losses) for partition, losses in class_losses(found).items()]
 
 
-def _classes_of(partition: str, losses: Sequence[ClassLosses]) -> Figure:
+def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
     classes, rungs = [*dict.fromkeys(each.name for each in losses)], [*RUNGS]
     rows = sorted(losses, key=lambda each: (rungs.index(each.rung), classes.index(each.name)))
-    drawn: dict[str, list[ClassLosses]] = {}
+    drawn: dict[str, list[ClassAtRung]] = {}
     for of_rung in group_by([each for each in losses if each.differences], lambda each: (each.arm, each.rung)).values():
         arm, several = of_rung[0].arm, len(of_rung[0].differences) > 1
         if several or arm not in drawn or len(drawn[arm][0].differences) < 2:  # rungs come in ascending order
