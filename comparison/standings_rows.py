@@ -107,11 +107,12 @@ def row_of(arm: str, runs: Sequence[Run], standings: str = VERSION, before: Row 
                 break
         else:
             break
-    return {"format": FORMAT, "standings": standings, "row": arm, **_described(arm), "rungs": list(rungs),
-            "runs": [*itertools.chain(*rungs.values())]}
+    row: Any = {"format": FORMAT, "standings": standings, "row": arm, **_described(arm), "rungs": list(rungs),
+                "runs": [*itertools.chain(*rungs.values())]}
+    return row
 
 
-def _described(arm: str) -> Any:
+def _described(arm: str) -> dict[str, Any]:
     """What a row says of its arm."""
     found = arm_of(arm)
     return {"attention": found.attention, "options": dict(found.options), "baseline": found.baseline}
