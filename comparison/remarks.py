@@ -56,8 +56,8 @@ def _differences(runs: Sequence[Run]) -> list[str]:
                      "per byte can, on the same text.")
     if data_differs(trained):
         notes.append(f"Different data ({_values(trained, corpus)}): their losses cannot be compared.")
-    if devices_differ(trained):
-        notes.append(f"Different devices ({_values(trained, devices)}): their times cannot be compared.")
+    notes += [f"Different {what} ({text}): their times cannot be compared." for what, value_of in HARDWARE
+              if (text := _values(trained, value_of))]
     if len(trained) > 1 and (shared := [run.name for run in trained if run.environment.get("shared_device")]):
         notes.append(f"Trained on a device that other runs used too: {few(shared)}. Their times cannot be compared.")
     for what, value_of in (("compute dtypes", dtype), ("versions of the code", commit)):
@@ -86,16 +86,24 @@ def dtype(run: Run) -> str | None:
 
 
 def devices(run: Run) -> str:
-    """Kind and number of the devices; for a CPU its name and the number of its cores that the run used."""
-    found, count = run.environment.get("devices"), run.environment.get("device_count", 1)
-    if found is None:
-        return "unknown"
-    name = ", ".join(map(str, found))
-    if found == ["cpu"]:
-        name = run.environment.get("processor") or name
-        if cores := run.environment.get("cores"):
-            name += f", {cores} core{'s' if cores > 1 else ''}"
-    return name + (f" × {count}" if count != 1 else "")
+    found = run.environment.get("devices")
+    count = run.environment.get("device_count", 1)
+    return "unknown" if found is None else ", ".join(map(str, found)) + (f" × {count}" if count != 1 else "")
+
+
+def processor(run: Run) -> str | None:
+    """The name of the CPU, of a run that trained on it; None if unknown."""
+    return run.environment.get("processor") if run.environment.get("devices") == ["cpu"] else None
+
+
+def cores(run: Run) -> str | None:
+    """The number of the CPU's cores that a run had which trained on it; None if unknown."""
+    found = run.environment.get("cores") if run.environment.get("devices") == ["cpu"] else None
+    return None if found is None else str(found)
+
+
+HARDWARE = (("devices", devices), ("CPUs", processor), ("numbers of CPU cores", cores))
+"""What must be equal for times to be compared, and its value for a run."""
 
 
 def commit(run: Run) -> str | None:
@@ -121,7 +129,8 @@ def _text(run: Run) -> list:
 
 
 def devices_differ(runs: Sequence[Run]) -> bool:
-    return len({devices(run) for run in runs}) > 1
+    """Whether runs had other devices, CPUs or numbers of cores, as far as these are known."""
+    return any(_values(runs, value_of) for _, value_of in HARDWARE)
 
 
 def times_compare(runs: Sequence[Run]) -> bool:

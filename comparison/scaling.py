@@ -158,8 +158,8 @@ def compute_equivalent_gain(compute: float, loss: float, baseline: Mapping[float
             count.
 
     Returns:
-        The least compute at which the baseline has the loss, as a multiple. Between two points its loss is linear in
-        the logarithm of the compute. None if it falls through the loss between no two points.
+        The compute at which the loss of the baseline first falls to this one, as a multiple. Between two points it is
+        linear in the logarithm of the compute. None if it falls to this one between no two points.
     """
     points = sorted(point for point in baseline.items() if np.isfinite(point).all())
     for (start, above), (end, below) in itertools.pairwise(points):

@@ -320,10 +320,11 @@ def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
                 for rung, of_rung in group_by(losses, lambda each: each.rung).items()}
     return Figure(
         f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the same parts",
-        Axis("class", "category"), "difference in val loss (nats per token)", lines,
-        ("attention", "rung", "class", "share", "val loss", "of each seed", "minus softmax", "95 % interval", ""),
+        Axis("class", "category"), "difference in loss (nats per token)", lines,
+        ("attention", "rung", "class", "share", "loss", "of each seed", "minus softmax", "95 % interval", ""),
         tuple(each.row(max(1, compared[each.rung])) for each in rows),
-        ("Higher and lower: with a confidence of 95 % in all comparisons of a rung together.",), zero=True)
+        (f"Of the tokens of *at {CONTEXT:,} tokens*, which are not those of the val loss.",
+         "Higher and lower: with a confidence of 95 % in all comparisons of a rung together."), zero=True)
 
 
 def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
@@ -434,13 +435,14 @@ def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
                      f"{low:.2g} to {high:.2g}",
                      f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))
         bounded += [f"the {what} of {arm}" for what in each.law.bounded]
-    remarks = [f"At the bound of what a fit may have: {listed(bounded)}."] if bounded else []
+    remarks = [f"At a limit of the search, not determined by the losses: {listed(bounded)}."] if bounded else []
     alone = [rung for rung in RUNGS if all(len(runs) == 1 for (arm, of_rung), runs in found.items()
                                            if arm in laws and of_rung == rung)]
     if alone:
         remarks.append(f"{listed(alone)} has one seed, whose noise is not in the bands.")
     if without := [arm for arm in dict.fromkeys(arm for arm, _ in found) if arm not in laws]:
-        remarks.append(f"No fit without {LEAST_SIZES} sizes that ended with a finite loss: {listed(without)}.")
+        known = "" if speeds is None else " and have a known speed"
+        remarks.append(f"No fit without {LEAST_SIZES} sizes that ended with a finite loss{known}: {listed(without)}.")
     return [Figure(name, f"Power laws of loss against {compute}", Axis(compute, "log"), "val loss (nats per token)",
                    tuple(lines), ("attention", "floor", "exponent", "residuals", f"{compute} measured",
                                   f"extrapolated to {REACH} times"), tuple(rows), tuple(remarks))] if rows else []

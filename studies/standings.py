@@ -50,5 +50,6 @@ def notes(quick: bool) -> list[str]:
     if quick:
         return []
     xs, s, m = RUNGS.values()
-    return [f"each arm has at least {len(standings.START) + xs.seeds - 1} runs at XS, {len(standings.FACTORS)} of a "
-            f"quarter of the length and {s.seeds} at S, and {m.seeds} at M; they follow from those before"]
+    at_xs, at_s = len(standings.START) + xs.seeds - 1, len(standings.FACTORS) + s.seeds
+    return [f"each arm has at least {at_xs} runs at XS, {at_s} at S and {m.seeds} at M, where these are run; later "
+            "runs are planned when earlier ones finish"]

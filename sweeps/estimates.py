@@ -117,7 +117,8 @@ class Estimates:
             with temporary_folder(_existing(out.absolute().parent) / out.name) as folder:
                 fields = {**{name.replace("-", "_"): value for name, value in run.variation.fields.items()},
                           "train.steps": steps, "train.minutes": None, "train.eval_every": steps // 2,
-                          "train.sample_every": 0}
+                          "train.sample_every": 0,
+                          **({"train.anneal_at": "1"} if run.config.train.anneal_at else {})}  # too short for points
                 short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), folder)
                 ended = subprocess.run([sys.executable, *short.commands[0]], env=environment, capture_output=True,
                                        text=True, check=False, stdin=subprocess.DEVNULL)

@@ -527,6 +527,13 @@ def test_measure_times_a_step_of_each_program(made: SweptStudy, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "?: add --measure to time 3 steps of each"
 
 
+def test_measure_times_a_program_with_annealed_points(made: SweptStudy):
+    """The timed steps are too few for these points."""
+    made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"optimizer.schedule": "wsd", "train.steps": 400, '
+                                         '"train.anneal_at": "0.25,0.5,1"}')
+    assert made.sweep("--dry-run", "--measure") == 0
+
+
 def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
     cores = {}

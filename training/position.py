@@ -98,7 +98,8 @@ def annealed_run(config: RunConfig, position: Position) -> RunConfig | None:
 
 
 def annealed_fraction(config: RunConfig) -> float:
-    """The training to all annealed points together, as a fraction of the run, which goes on from before each."""
+    """The steps of all decays to annealed points together, as a fraction of those of the run, which goes on from the
+    state before each decay."""
     return sum(config.train.anneal_at[:-1]) * config.optimizer.decay_fraction
 
 

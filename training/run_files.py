@@ -39,6 +39,8 @@ class Environment(TypedDict, total=False):
     versions: dict[str, str | None] | None
     commit: str | None
     devices: list[str]
+    processor: str
+    cores: Count
     device_count: Count
     process_count: Count
     command: list[str]

@@ -139,10 +139,14 @@ def test_runs_made_differently_are_warned_of(tmp_path):
     beside = write_run(tmp_path / "beside", "chunked", shared_device=True, **same)
     assert compared(*paths, beside).remarks == (
         "Trained on a device that other runs used too: beside. Their times cannot be compared.",)
-    halves = [write_run(tmp_path / str(cores), seed=cores, **same | {"processor": "AMD EPYC", "cores": cores})
-              for cores in (1, 2)]
-    assert compared(*halves).remarks == (
-        "Different devices (AMD EPYC, 1 core: 1; AMD EPYC, 2 cores: 2): their times cannot be compared.",)
+    xeon, one, two = (write_run(tmp_path / name, seed=seed, **same | {"processor": processor, "cores": cores})
+                      for seed, (name, processor, cores) in enumerate((
+                          ("xeon", "A Xeon", 1), ("one", "AMD EPYC", 1), ("two", "AMD EPYC", 2)), 4))
+    assert compared(paths[0], one).remarks == ()  # of an earlier version, which knew neither
+    assert compared(one, two).remarks == (
+        "Different numbers of CPU cores (1: one; 2: two): their times cannot be compared.",)
+    assert compared(xeon, one).remarks == (
+        "Different CPUs (A Xeon: xeon; AMD EPYC: one): their times cannot be compared.",)
     tokens = write_run(tmp_path / "tokens", tokenizer="gpt2", **same | {"corpus_checksum": "z"})
     assert [remark.partition(":")[0] for remark in compared(paths[0], tokens).remarks] == [
         "Different tokenizers (bytes"]
