@@ -134,8 +134,8 @@ def places_on(platform: str, count: int, parallel: int, runs: Sequence[PlannedRu
             raise ConfigError(f"parallel is {parallel}; expected at most {len(usable)}, the number of cores")
         return [Place(cores=tuple(usable[first::parallel]) if CAN_PIN else ()) for first in range(parallel)]
     if platform != "gpu":
-        raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
-                          "the runs with --run or --commands")
+        raise ConfigError(f"parallel is {parallel}: devices of platform {platform} cannot be assigned to runs; start "
+                          "each run by a command of its own")
     if parallel > count:
         _check_not_bounded_by_minutes(runs, parallel, "a GPU")
         status(f"{parallel} runs at once share the memory of {count} GPU{'s' if count > 1 else ''}, and their times do "
