@@ -84,6 +84,10 @@ def test_a_size_that_did_not_become_better_leaves_the_gains_of_the_smaller_ones(
     assert compute_equivalent_gain(1e5, 2.5, {1e5: 3.0, 1e6: 2.0, 1e7: last}) == pytest.approx(10**0.5)
 
 
+def test_a_size_that_diverged_is_passed_over():
+    assert compute_equivalent_gain(1e5, 2.5, {1e5: 3.0, 1e6: float("nan"), 1e7: 2.0}) == pytest.approx(10)
+
+
 def test_a_trend_is_over_the_sizes_that_all_seeds_have():
     found = trend({1e5: {0: 0.1, 1: 0.12, 2: 0.11}, 1e6: {0: 0.2, 1: 0.23, 2: 0.2}, 1e7: {0: -5.0}})
     assert found is not None
