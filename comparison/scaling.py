@@ -49,7 +49,7 @@ class PowerLaw:
 
     @property
     def bounded(self) -> list[str]:
-        """Names of the parameters that are at a bound of the fit: the data say no more than that."""
+        """Names of the parameters that are at a limit of the search, and that the losses do not determine."""
         low, high = _EXPONENTS
         return [name for name, is_at in (("floor", self.floor == 0),
                                          ("exponent", not 1.01 * low < self.exponent < high / 1.01)) if is_at]

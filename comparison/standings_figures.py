@@ -1,7 +1,7 @@
 """The figures and tables of the standings, from runs of the protocol alone."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -323,7 +323,7 @@ def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
         Axis("class", "category"), "difference in loss (nats per token)", lines,
         ("attention", "rung", "class", "share", "loss", "of each seed", "minus softmax", "95 % interval", ""),
         tuple(each.row(max(1, compared[each.rung])) for each in rows),
-        (f"Of the tokens of *at {CONTEXT:,} tokens*, which are not those of the val loss.",
+        (f"Losses of the same tokens as those at {CONTEXT:,} tokens in the tables of the rungs, not as the val loss.",
          "Higher and lower: with a confidence of 95 % in all comparisons of a rung together."), zero=True)
 
 
@@ -416,22 +416,29 @@ def fits(found: Standing, speeds: Speeds | None = None) -> dict[str, Fit]:
             and all(np.isfinite(run.lengths["loss"]).all() for run in runs)}
 
 
+def _grouped[Key](keys: Iterable[Key], values: Iterable[float]) -> dict[Key, list[float]]:
+    """The values of each key."""
+    found: dict[Key, list[float]] = {}
+    for key, value in zip(keys, values, strict=True):
+        found.setdefault(key, []).append(float(value))
+    return found
+
+
 def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
     """The measured losses of each fit, and its law with its band, within and beyond them."""
     name, compute = ("fits", "FLOPs") if speeds is None else ("fits-time", "seconds of training without other load")
     lines, rows, bounded, laws = [], [], [], fits(found, speeds)
     for arm, each in laws.items():
         attention, low, high = arm_of(arm).attention, *each.measured
-        losses = group_by(zip(each.compute_P, each.loss_P, strict=True), lambda point: float(point[0]))
-        points = [Point(at, float(np.mean(of_seeds)), mean_interval(of_seeds), (arm,))
-                  for at, group in sorted(losses.items()) for of_seeds in [[float(loss) for _, loss in group]]]
+        points = [Point(float(at), float(np.mean(losses)), mean_interval(losses),
+                        tuple(f"{arm} {number}" for number in range(len(losses))))
+                  for at, losses in sorted(_grouped(each.compute_P, each.loss_P).items())]
         law = [Point(float(at), float(each.law(at)), each.band(at), ())
                for at in [*np.geomspace(low, high, 4), high * REACH**0.5, high * REACH]]
         lines += [Line(arm, attention, tuple(points)), Line(f"{arm}, fit", attention, tuple(law), fitted=True)]
-        residuals = group_by(zip(each.sizes_P, each.residuals_P, strict=True), lambda point: point[0])
         rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
-                     "; ".join(f"{size} {interval_text((min(of_size), max(of_size)))}" for size, group in
-                               residuals.items() for of_size in [[float(value) for _, value in group]]),
+                     "; ".join(f"{size} {interval_text((min(residuals), max(residuals)))}" for size, residuals in
+                               _grouped(each.sizes_P, each.residuals_P).items()),
                      f"{low:.2g} to {high:.2g}",
                      f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))
         bounded += [f"the {what} of {arm}" for what in each.law.bounded]

@@ -279,7 +279,7 @@ def test_fits_need_three_sizes(runs):
     figure = next(each for each in figures(runs) if each.name == "fits")
     measured, law = figure.lines[:2]
     assert (measured.fitted, law.fitted) == (False, True)
-    assert len(measured.points) == 9  # three lengths of three sizes
+    assert [len(point.runs) for point in measured.points] == [3] * 6 + [1] * 3  # seeds, at three lengths of each size
     assert [point.interval is None for point in measured.points] == [False] * 6 + [True] * 3
     assert (law.points[0].x, law.points[-1].x) == pytest.approx((measured.points[0].x, 10 * measured.points[-1].x))
     low, high = law.points[-1].interval or (0, 0)
