@@ -129,16 +129,16 @@ def chosen(options: Options, study: Study, runs: Sequence[PlannedRun]) -> Sequen
     return [runs[options.index]]
 
 
-def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
-    """``--dry-run``; returns the exit code."""
+def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun], later: Sequence[PlannedRun]) -> int:
+    """``--dry-run``, with the runs that will follow later; returns the exit code."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    known = estimates.Estimates(runs)
+    known = estimates.Estimates([*runs, *later])
     if options.measure:
         known.measure(options.out, processes.child_environment(), status)
-    headings, rows = estimates.table(runs, known, keep_all=options.keep_all)
+    headings, rows = estimates.table(runs, later, known, keep_all=options.keep_all)
     table = Table(*headings)
     for row in rows:
         table.add_row(*map(escape, row))
@@ -146,9 +146,11 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int
     Console(width=None if sys.stdout.isatty() else 400).print(table)
     if not options.measure and any("?" in row for row in rows):
         print(f"?: add --measure to time {estimates.TIMED_STEPS} steps of each")
+    if later:
+        print("follows: planned when earlier runs finish, with the learning rate that these find; more may follow")
     for line in (*study.notes(options.quick), *known.problems):
         print(line)
-    estimates.check_disk(known, runs, options.out, keep_all=options.keep_all, parallel=options.parallel)
+    estimates.check_disk(known, [*runs, *later], options.out, keep_all=options.keep_all, parallel=options.parallel)
     return 0
 
 
@@ -201,7 +203,9 @@ def command(arguments: Sequence[str]) -> int:
     one = chosen(options, study, runs) is not runs
     folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))
     if options.dry_run:
-        return list_runs(options, study, runs)
+        names = {run.name for run in runs}
+        later = plan(study, options.out, quick=options.quick, expected=True, **part) if study.expects else []
+        return list_runs(options, study, runs, [run for run in later if run.name not in names])
     if options.commands is not None:
         folder.begin(study, runs, options.out, quick=options.quick)
         write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, runs)))

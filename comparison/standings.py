@@ -156,7 +156,7 @@ class Place:
             "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--windows", "", "--by-token-class")
         return Variation(self.name, RECIPE, arm.attention, {
             **fields, **(data or {}), "optimizer.learning_rate": self.rate, "train.seed": self.seed,
-            **mode_fields(arm.attention, **options)}, evaluation=evaluation)
+            **mode_fields(arm.attention, **options)}, evaluation=evaluation, rung=self.rung)
 
 
 def arm_of(name: str) -> Arm:
@@ -204,6 +204,16 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
                               "too")
         found += mine
     return list(dict.fromkeys(found))
+
+
+def expected(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, float]) -> list[Place]:
+    """The runs of :func:`places` and those that will follow, at least: if the best rate is the middle one of those
+    tried."""
+    arms, losses = list(arms), dict(losses)
+    while waiting := [place for place in places(arms, rungs, losses) if place not in losses]:
+        middle = [tried[len(tried) // 2] for place in waiting if (tried := _tried(place.rung, place.arm, losses))]
+        losses |= {place: -math.inf if place in middle else math.inf for place in waiting}
+    return places(arms, rungs, losses)
 
 
 def best_rate(rung: str, arm: str, losses: Mapping[Place, float]) -> float | None:

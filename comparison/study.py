@@ -7,7 +7,7 @@
                              get_runs may take rows, other attentions than its own: get_runs(quick, rows=None);
                              rungs, those of a ladder of sizes; data_dir, a folder of data; data_source, a corpus; and
                              finished, the finished runs of OUT, for runs that follow from the results of others, such
-                             as more seeds at the best learning rate
+                             as more seeds at the best learning rate; and then expected, for those that will follow too
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -61,6 +61,8 @@ class Variation:
     """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
     evaluation: Sequence[str] = ()
     """Arguments of eval.py, which evaluates the trained run: ``("--length", "64,512")``. Empty: it is not."""
+    rung: str | None = None
+    """Its size on the study's ladder, if it has one; the estimates are summed for each."""
 
     def flags(self) -> list[str]:
         """Recipe, attention and fields as arguments of the command."""
@@ -141,12 +143,20 @@ class Study:
     def _parameters(self) -> Mapping[str, Any]:
         return inspect.signature(self.module.get_runs).parameters
 
-    def runs(self, quick: bool, finished: Sequence[Run] = (), **part: Sequence[str] | str) -> list[Variation]:
+    @property
+    def expects(self) -> bool:
+        """Whether the study knows which runs will follow, at least."""
+        return "expected" in self._parameters
+
+    def runs(self, quick: bool, finished: Sequence[Run] = (), *, expected: bool = False,
+             **part: Sequence[str] | str) -> list[Variation]:
         """The runs of the study, or of its quick form, in order.
 
         Args:
             quick: whether of the quick form.
             finished: the finished runs of the output folder, for a study that follows results.
+            expected: whether to include the runs that will follow, at least, from those that are not finished, if the
+                study :attr:`expects` any.
             **part: ``rows``, attentions in place of the study's own, ``rungs`` of its ladder of sizes, ``data_dir`` or
                 ``data_source``.
 
@@ -158,7 +168,9 @@ class Study:
             if name not in self._parameters:
                 raise ConfigError(f"{name.replace('_', '.')}: {self.path} has {PARTS[name]}; expected a "
                                   f"study with get_runs(quick, {name}=None)")
-        runs = self._call("get_runs", quick, **part, **({"finished": finished} if self.follows_results else {}))
+        results = {"finished": finished} if self.follows_results else {}
+        results |= {"expected": expected} if self.expects else {}
+        runs = self._call("get_runs", quick, **part, **results)
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
             raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")
         for name, count in Counter(run.name for run in runs).items():

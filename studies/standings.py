@@ -28,7 +28,7 @@ QUICK_FIELDS = {"train.steps": 60, "train.eval_every": 30, "train.eval_batches":
 
 def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str] | None = None,
              data_dir: str | None = None, data_source: str | None = None,
-             finished: Sequence[Run] = ()) -> list[Variation]:
+             finished: Sequence[Run] = (), expected: bool = False) -> list[Variation]:
     data = {name: value for name, value in {"data.dir": data_dir, "data.source": data_source}.items()
             if value is not None}
     if quick:
@@ -38,18 +38,9 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str
     before = {} if data else standings_rows.rows_of(standings_rows.RESULTS / standings.VERSION)
     known = standings.losses_of([run for arm in arms if arm in before for run in standings_rows.runs_of(before[arm])])
     losses = {place: loss for place, loss in known.items() if place.rung not in rungs} | standings.losses_of(finished)
-    return [place.variation(data) for place in standings.places(arms, rungs, losses)]
+    places = standings.expected if expected else standings.places
+    return [place.variation(data) for place in places(arms, rungs, losses)]
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return standings_figures.figures(runs)
-
-
-def notes(quick: bool) -> list[str]:
-    """How many runs there will be."""
-    if quick:
-        return []
-    xs, s, m = RUNGS.values()
-    at_xs, at_s = len(standings.START) + xs.seeds - 1, len(standings.FACTORS) + s.seeds
-    return [f"each arm has at least {at_xs} runs at XS, {at_s} at S and {m.seeds} at M, where these are run; later "
-            "runs are planned when earlier ones finish"]

@@ -233,17 +233,30 @@ def written(folder: Path) -> int:
     return total
 
 
-def table(runs: Sequence[PlannedRun], estimates: Estimates, *, keep_all: bool) -> tuple[list[str], list[list[str]]]:
-    """The table of ``--dry-run``: headings, a row per run, and the total of the remaining runs."""
-    rows, left = [], [run for run in runs if not is_finished(run)]
+def table(runs: Sequence[PlannedRun], later: Sequence[PlannedRun], estimates: Estimates, *,
+          keep_all: bool) -> tuple[list[str], list[list[str]]]:
+    """The table of ``--dry-run``: headings, a row per run, and the totals of the remaining runs, by rung and of all.
+
+    Args:
+        runs: the runs of the study.
+        later: runs that will follow from their results.
+        estimates: those of all these runs.
+        keep_all: whether finished runs keep all checkpoints.
+    """
     disk = partial(estimates.disk, keep_all=keep_all)
-    for index, run in enumerate(runs):
+    rows = []
+    for index, run in enumerate([*runs, *later]):
         needed = disk(run)
-        rows.append([str(index), run.name, state(run), duration(estimates.seconds(run)), size(estimates.memory(run)),
+        number, now = (str(index), state(run)) if index < len(runs) else ("", "follows")
+        rows.append([number, run.name, now, duration(estimates.seconds(run)), size(estimates.memory(run)),
                      size(None if needed is None else needed[0]), size(None if needed is None else needed[1])])
-    remaining = [None if (needed := disk(run)) is None else needed[1] for run in left]
-    rows.append(["", f"{len(left)} left", "", duration(total(map(estimates.seconds, left))), "", "",
-                 size(total(remaining))])
+    left = [run for run in (*runs, *later) if not is_finished(run)]
+    of_rung = group_by(left, lambda run: run.variation.rung)
+    totals = {f"{rung}: {len(some)} left": some for rung, some in of_rung.items() if len(of_rung) > 1}
+    for name, some in {**totals, f"{len(left)} left": left}.items():
+        kept = [None if (needed := disk(run)) is None else needed[1] for run in some]
+        rows.append(["", name, "", duration(total(map(estimates.seconds, some))), "", "",
+                     size(total(kept))])
     return ["index", "run", "state", "time", "memory", "disk, training", "disk, kept"], rows
 
 

@@ -55,7 +55,8 @@ class PlannedRun:
         return json.dumps([self.variation.command, {
             name: value for name, value in self.fields.items()
             if name == "optimizer.name" or (not name.startswith("optimizer.") and name not in (
-                "train.seed", "train.steps", "train.minutes", "train.eval_every"))}], sort_keys=True)
+                "train.seed", "train.steps", "train.minutes", "train.eval_every", "train.anneal_at", "evaluation"))}],
+            sort_keys=True)
 
     @property
     def commands(self) -> list[list[str]]:
@@ -75,7 +76,8 @@ def program(command: str) -> list[str]:
     return [command if Path.cwd() == ROOT else str(ROOT / command)]
 
 
-def plan(study: Study, out: Path, *, quick: bool, **part: Sequence[str] | str) -> list[PlannedRun]:
+def plan(study: Study, out: Path, *, quick: bool, expected: bool = False,
+         **part: Sequence[str] | str) -> list[PlannedRun]:
     """The runs of a study, in order, those that follow from the results in ``out`` included; other arguments as in
     :meth:`Study.runs`.
 
@@ -83,7 +85,8 @@ def plan(study: Study, out: Path, *, quick: bool, **part: Sequence[str] | str) -
         ConfigError: a run is invalid; the message names it and the field.
     """
     finished = finished_runs(out) if study.follows_results else ()
-    return [plan_run(study.path, variation, out) for variation in study.runs(quick, finished, **part)]
+    variations = study.runs(quick, finished, expected=expected, **part)
+    return [plan_run(study.path, variation, out) for variation in variations]
 
 
 def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:

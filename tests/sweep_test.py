@@ -358,6 +358,23 @@ def test_a_run_that_follows_from_results_has_a_name_and_no_number(following: Swe
     assert f"--run {RUNS[1]}: the study has no such run" in following.refused(capsys, "--run", RUNS[1])  # not yet
 
 
+def test_a_dry_run_lists_runs_that_will_follow_with_the_totals_of_each_size(following: SweptStudy, capsys):
+    following.change("finished=()):", "finished=(), expected=False):")
+    following.change("if len(finished) > 1", "if expected or len(finished) > 1")
+    following.change("from pathlib", "from dataclasses import replace\nfrom pathlib")
+    following.change("return grid(", "runs = grid(")
+    following.change("\n\n\ndef figures", '\n    return [replace(run, rung="S" if run.name.endswith("1") else "XS") '
+                                         'for run in runs]\n\n\ndef figures')
+    assert following.sweep("--run", RUNS[2]) == 0
+    assert following.sweep("--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert [[*row[:2], row[2], row[3]] for row in cells(printed)] == [
+        ["0", RUNS[0], "to do", "0:00:19"], ["1", RUNS[2], "finished", "0:00:19"],
+        ["", RUNS[1], "follows", "0:00:19"], ["", RUNS[3], "follows", "0:00:19"],
+        ["", "XS: 1 left", "", "0:00:19"], ["", "S: 2 left", "", "0:00:38"], ["", "3 left", "", "0:00:57"]]
+    assert "follows: planned when earlier runs finish" in printed
+
+
 def test_runs_follow_from_one_that_diverged_too(following: SweptStudy, capsys):
     (following.folder / "diverging.txt").write_text(RUNS[0])
     assert following.sweep() == 1
@@ -527,11 +544,12 @@ def test_measure_times_a_step_of_each_program(made: SweptStudy, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "?: add --measure to time 3 steps of each"
 
 
-def test_measure_times_a_program_with_annealed_points(made: SweptStudy):
-    """The timed steps are too few for these points."""
-    made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"optimizer.schedule": "wsd", "train.steps": 400, '
-                                         '"train.anneal_at": "0.25,0.5,1"}')
+def test_measure_times_a_program_with_annealed_points(made: SweptStudy, capsys):
+    """The timed steps are too few for these points, whose number does not change the program."""
+    made.change('"train.seed": (0, 1)}', '"train.anneal_at": ("0.25,0.5,1", "1")}, {"optimizer.schedule": "wsd", '
+                                         '"train.steps": 400}')
     assert made.sweep("--dry-run", "--measure") == 0
+    assert capsys.readouterr().err.count("timing 3 steps") == 1
 
 
 def test_several_at_once(made: SweptStudy, monkeypatch, capsys):
@@ -778,8 +796,11 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
 
 def rows(printed: str) -> dict[str, list[str]]:
     """The cells of the table of --dry-run, by index."""
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
-    return {row[0]: row for row in cells if row[0]}
+    return {row[0]: row for row in cells(printed) if row[0]}
+
+
+def cells(printed: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None) -> None:

@@ -8,7 +8,7 @@ import pytest
 from comparison import standings, standings_rows
 from comparison.curves import Curve
 from comparison.figures import Axis, Figure, Line, Point
-from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, losses_of, places
+from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, expected, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from comparison.standings_page import BEGIN, END, with_tables
 from support.errors import ConfigError
@@ -76,6 +76,16 @@ def test_at_the_next_size_rates_are_searched_further_too():
     assert best_rate("S", "kda", losses | {more: 1.75}) == 0.008
     (last,) = places(["kda"], ["M"], losses | {more: 1.75})
     assert last == Place("M", "kda", 0.004, 0)
+
+
+def test_the_runs_that_will_follow_are_expected():
+    assert sorted(names(expected(["kda"], [*RUNGS], {}))) == sorted(run.name for run in all_runs(("kda",)))
+    losses = losses_of(all_runs(("kda",), ("XS",)))
+    assert names(expected(["kda"], ["S"], losses)) == [
+        *(f"S_check-kda-{rate}-seed-0" for rate in (0.002, 0.004, 0.008)), *(f"S-kda-0.004-seed-{n}" for n in range(3))]
+    # The best that has been found counts, also at an edge.
+    found = expected(["kda"], ["XS"], dict(zip(places(["kda"], ["XS"], {}), (2.0, 1.8, 1.7), strict=True)))
+    assert names(found)[3:] == ["XS-kda-0.032-seed-0", "XS-kda-0.016-seed-1", "XS-kda-0.016-seed-2"]
 
 
 @pytest.mark.parametrize(("rungs", "message"), [
