@@ -35,7 +35,7 @@ from support.errors import FAILURE, ConfigError
 from support.files import write_text
 from support.flags import checked_flags, flags_by_field
 from sweeps import estimates, folder, processes
-from sweeps.plan import PlannedRun, plan, program
+from sweeps.plan import PlannedRun, plan, plan_later, program
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Options:
     """Number of runs at once, each with its share of a CPU's cores or its own GPU; with more runs than GPUs a shared
     one."""
     dry_run: bool = False
-    """List the runs with their time, memory and disk space, without running them."""
+    """List the runs, and those expected to follow, with their time, memory and disk space, without running them."""
     measure: bool = False
     """With --dry-run: time three steps of each distinct program for which there is no finished run."""
     keep_all: bool = False
-    """Keep all checkpoints of finished runs with their optimizer state; otherwise only the parameters of the best and
-    the last."""
+    """Keep all checkpoints of finished runs with their optimizer state; otherwise only the parameters of the best, the
+    last and those of annealed points."""
     commands: Path | None = None
     """Write one shell command per run to this file, without running them."""
     index: int | None = None
@@ -117,7 +117,9 @@ def chosen(options: Options, study: Study, runs: Sequence[PlannedRun]) -> Sequen
     """
     if options.run is not None:
         if not (found := [run for run in runs if run.name == options.run]):
-            raise ConfigError(f"--run {options.run}: the study has no such run; expected {few([r.name for r in runs])}")
+            raise ConfigError(f"--run {options.run}: the study has no such run"
+                              + (" yet" if study.follows_results else "")
+                              + f"; expected {few([run.name for run in runs])}")
         return found
     if options.index is None:
         return runs
@@ -130,7 +132,7 @@ def chosen(options: Options, study: Study, runs: Sequence[PlannedRun]) -> Sequen
 
 
 def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun], later: Sequence[PlannedRun]) -> int:
-    """``--dry-run``, with the runs that will follow later; returns the exit code."""
+    """``--dry-run``, with the runs that are expected to follow; returns the exit code."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -147,10 +149,11 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun], later:
     if not options.measure and any("?" in row for row in rows):
         print(f"?: add --measure to time {estimates.TIMED_STEPS} steps of each")
     if later:
-        print("follows: planned when earlier runs finish, with the learning rate that these find; more may follow")
+        print("follows: expected after the runs above; its name and settings depend on their results, and there may be "
+              "more")
     for line in (*study.notes(options.quick), *known.problems):
         print(line)
-    estimates.check_disk(known, [*runs, *later], options.out, keep_all=options.keep_all, parallel=options.parallel)
+    estimates.check_disk(known, runs, options.out, keep_all=options.keep_all, parallel=options.parallel)
     return 0
 
 
@@ -203,9 +206,10 @@ def command(arguments: Sequence[str]) -> int:
     one = chosen(options, study, runs) is not runs
     folder.check_out(study, runs, options.out, quick=options.quick, part=bool(part))
     if options.dry_run:
-        names = {run.name for run in runs}
-        later = plan(study, options.out, quick=options.quick, expected=True, **part) if study.expects else []
-        return list_runs(options, study, runs, [run for run in later if run.name not in names])
+        later = plan_later(study, runs, options.out, quick=options.quick, **part)
+        for each in later:
+            folder.check_run(each, options.out)
+        return list_runs(options, study, runs, later)
     if options.commands is not None:
         folder.begin(study, runs, options.out, quick=options.quick)
         write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, runs)))

@@ -207,12 +207,13 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
 
 
 def expected(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, float]) -> list[Place]:
-    """The runs of :func:`places` and those that will follow, at least: if the best rate is the middle one of those
-    tried."""
+    """The runs of :func:`places` and the fewest that can follow from them: those if the middle rate is the best where
+    no better one is known."""
     arms, losses = list(arms), dict(losses)
     while waiting := [place for place in places(arms, rungs, losses) if place not in losses]:
         middle = [tried[len(tried) // 2] for place in waiting if (tried := _tried(place.rung, place.arm, losses))]
-        losses |= {place: -math.inf if place in middle else math.inf for place in waiting}
+        # Finite, so that a rate is better than those that diverged, and each later one worse, so that the search ends.
+        losses |= {place: -math.inf if place in middle else 1e6 + len(losses) for place in waiting}
     return places(arms, rungs, losses)
 
 

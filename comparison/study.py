@@ -7,7 +7,8 @@
                              get_runs may take rows, other attentions than its own: get_runs(quick, rows=None);
                              rungs, those of a ladder of sizes; data_dir, a folder of data; data_source, a corpus; and
                              finished, the finished runs of OUT, for runs that follow from the results of others, such
-                             as more seeds at the best learning rate; and then expected, for those that will follow too
+                             as more seeds at the best learning rate; such a study may also take expected, whether to
+                             include the runs that it expects to follow
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -62,7 +63,7 @@ class Variation:
     evaluation: Sequence[str] = ()
     """Arguments of eval.py, which evaluates the trained run: ``("--length", "64,512")``. Empty: it is not."""
     rung: str | None = None
-    """Its size on the study's ladder, if it has one; the estimates are summed for each."""
+    """The size of its model, in a study of several sizes that ``--rungs`` chooses from."""
 
     def flags(self) -> list[str]:
         """Recipe, attention and fields as arguments of the command."""
@@ -145,7 +146,7 @@ class Study:
 
     @property
     def expects(self) -> bool:
-        """Whether the study knows which runs will follow, at least."""
+        """Whether ``get_runs`` takes ``expected``."""
         return "expected" in self._parameters
 
     def runs(self, quick: bool, finished: Sequence[Run] = (), *, expected: bool = False,
@@ -155,8 +156,8 @@ class Study:
         Args:
             quick: whether of the quick form.
             finished: the finished runs of the output folder, for a study that follows results.
-            expected: whether to include the runs that will follow, at least, from those that are not finished, if the
-                study :attr:`expects` any.
+            expected: whether to include the runs that are expected to follow from those that are not finished. Ignored
+                unless the study :attr:`expects` any.
             **part: ``rows``, attentions in place of the study's own, ``rungs`` of its ladder of sizes, ``data_dir`` or
                 ``data_source``.
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import chain, pairwise
 from math import ceil
 from pathlib import Path
@@ -31,8 +30,9 @@ TIMED_STEPS = 3
 FLOAT_BYTES = 4
 STATE_COPIES = 3
 """Arrays per parameter in a checkpoint: the parameter and the optimizer's two moments."""
+TO_DO = "to do"
 KEPT_CHECKPOINTS = 2
-"""Checkpoints of a finished run, with parameters only: the best and the last."""
+"""Checkpoints of a finished run, with parameters only: the best and the last. Annealed points have theirs."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,10 @@ class Estimates:
         checkpoints = _checkpoints(run.config, self._timings.get(run.shape))
         if checkpoints is not None:
             count_left = min(count_left, checkpoints)
-        final = count_left * whole if keep_all else min(count_left, KEPT_CHECKPOINTS) * FLOAT_BYTES * count
-        return (count_left + 1) * whole, final  # one is written before another is deleted
+        points = len(run.config.train.anneal_at[:-1])  # each has a checkpoint of its own
+        final = ((count_left + points) * whole if keep_all else
+                 (min(count_left, KEPT_CHECKPOINTS) + points) * FLOAT_BYTES * count)
+        return (count_left + points + 1) * whole, final  # one is written before another is deleted
 
     def _count(self, run: PlannedRun) -> int | None:
         if run.shape not in self._parameters:
@@ -235,38 +237,39 @@ def written(folder: Path) -> int:
 
 def table(runs: Sequence[PlannedRun], later: Sequence[PlannedRun], estimates: Estimates, *,
           keep_all: bool) -> tuple[list[str], list[list[str]]]:
-    """The table of ``--dry-run``: headings, a row per run, and the totals of the remaining runs, by rung and of all.
+    """The table of ``--dry-run``: headings, a row per run, and the totals of the remaining runs, of each rung and of
+    all.
 
     Args:
         runs: the runs of the study.
-        later: runs that will follow from their results.
+        later: the runs that are expected to follow.
         estimates: those of all these runs.
         keep_all: whether finished runs keep all checkpoints.
     """
-    disk = partial(estimates.disk, keep_all=keep_all)
+    def disk(run: PlannedRun) -> tuple[float | None, float | None]:
+        return estimates.disk(run, keep_all=keep_all) or (None, None)
+
     rows = []
-    for index, run in enumerate([*runs, *later]):
-        needed = disk(run)
-        number, now = (str(index), state(run)) if index < len(runs) else ("", "follows")
+    for number, run in [*((str(index), run) for index, run in enumerate(runs)), *(("", run) for run in later)]:
+        now = "follows" if not number and state(run) == TO_DO else state(run)
         rows.append([number, run.name, now, duration(estimates.seconds(run)), size(estimates.memory(run)),
-                     size(None if needed is None else needed[0]), size(None if needed is None else needed[1])])
+                     *map(size, disk(run))])
     left = [run for run in (*runs, *later) if not is_finished(run)]
-    of_rung = group_by(left, lambda run: run.variation.rung)
-    totals = {f"{rung}: {len(some)} left": some for rung, some in of_rung.items() if len(of_rung) > 1}
+    rungs = group_by([run for run in left if run.variation.rung is not None], lambda run: run.variation.rung)
+    totals = {f"{rung}: {len(some)} left": some for rung, some in rungs.items() if len(rungs) > 1}
     for name, some in {**totals, f"{len(left)} left": left}.items():
-        kept = [None if (needed := disk(run)) is None else needed[1] for run in some]
         rows.append(["", name, "", duration(total(map(estimates.seconds, some))), "", "",
-                     size(total(kept))])
+                     size(total(disk(run)[1] for run in some))])
     return ["index", "run", "state", "time", "memory", "disk, training", "disk, kept"], rows
 
 
 def state(run: PlannedRun) -> str:
-    """The state of a run: finished, resumable or to do."""
+    """The state of a run: finished, resumable or :data:`TO_DO`."""
     if is_finished(run):
         return "finished"
     with Checkpoints(run.folder / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
-    return f"at step {steps[-1]:,}" if steps else "to do"
+    return f"at step {steps[-1]:,}" if steps else TO_DO
 
 
 def total(values: Any) -> float | None:

@@ -100,8 +100,9 @@ def finish(run: PlannedRun, *, keep_all: bool) -> None:
     else:
         _write(run, finished=True, keep_all=keep_all)
     if not keep_all and run.config is not None:
-        with Checkpoints(run.folder / "checkpoints") as checkpoints:
-            checkpoints.keep_parameters()
+        for saved in (run.folder / "checkpoints", *sorted(run.folder.glob("annealed/*/checkpoints"))):
+            with Checkpoints(saved) as checkpoints:
+                checkpoints.keep_parameters()
 
 
 def _write(run: PlannedRun, *, finished: bool, keep_all: bool) -> None:

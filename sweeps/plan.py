@@ -51,7 +51,7 @@ class PlannedRun:
 
     @cached_property
     def shape(self) -> str:
-        """Equal for runs whose training step is the same program."""
+        """Equal for runs whose training step is the same program, and whose evaluations take the same time."""
         return json.dumps([self.variation.command, {
             name: value for name, value in self.fields.items()
             if name == "optimizer.name" or (not name.startswith("optimizer.") and name not in (
@@ -76,8 +76,7 @@ def program(command: str) -> list[str]:
     return [command if Path.cwd() == ROOT else str(ROOT / command)]
 
 
-def plan(study: Study, out: Path, *, quick: bool, expected: bool = False,
-         **part: Sequence[str] | str) -> list[PlannedRun]:
+def plan(study: Study, out: Path, *, quick: bool, **part: Sequence[str] | str) -> list[PlannedRun]:
     """The runs of a study, in order, those that follow from the results in ``out`` included; other arguments as in
     :meth:`Study.runs`.
 
@@ -85,8 +84,21 @@ def plan(study: Study, out: Path, *, quick: bool, expected: bool = False,
         ConfigError: a run is invalid; the message names it and the field.
     """
     finished = finished_runs(out) if study.follows_results else ()
-    variations = study.runs(quick, finished, expected=expected, **part)
-    return [plan_run(study.path, variation, out) for variation in variations]
+    return [plan_run(study.path, variation, out) for variation in study.runs(quick, finished, expected=False, **part)]
+
+
+def plan_later(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool,
+               **part: Sequence[str] | str) -> list[PlannedRun]:
+    """The runs that are expected to follow from ``runs``, those of :func:`plan`; none if the study does not say.
+
+    Raises:
+        ConfigError: a run is invalid; the message names it and the field.
+    """
+    if not study.expects:
+        return []
+    names = {run.name for run in runs}
+    variations = study.runs(quick, finished_runs(out), expected=True, **part)
+    return [plan_run(study.path, variation, out) for variation in variations if variation.name not in names]
 
 
 def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:

@@ -368,11 +368,22 @@ def test_a_dry_run_lists_runs_that_will_follow_with_the_totals_of_each_size(foll
     assert following.sweep("--run", RUNS[2]) == 0
     assert following.sweep("--dry-run") == 0
     printed = capsys.readouterr().out
-    assert [[*row[:2], row[2], row[3]] for row in cells(printed)] == [
+    assert [row[:4] for row in cells(printed)] == [
         ["0", RUNS[0], "to do", "0:00:19"], ["1", RUNS[2], "finished", "0:00:19"],
         ["", RUNS[1], "follows", "0:00:19"], ["", RUNS[3], "follows", "0:00:19"],
         ["", "XS: 1 left", "", "0:00:19"], ["", "S: 2 left", "", "0:00:38"], ["", "3 left", "", "0:00:57"]]
-    assert "follows: planned when earlier runs finish" in printed
+    assert "follows: expected after the runs above" in printed
+    (later, *_) = plan.plan_later(load_study(following.path), [], following.out, quick=False)[1:]
+    assert later.name == RUNS[1]
+    later.folder.mkdir()
+    (later.folder / "mine").touch()
+    assert f"{later.folder} does not belong to this study" in following.refused(capsys, "--dry-run")
+    (later.folder / "mine").unlink()
+    folder.finish(later, keep_all=True)
+    assert following.sweep("--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert ["", RUNS[1], "finished", "0:00:19"] in [row[:4] for row in cells(printed)]
+    assert "S: 1 left" in printed
 
 
 def test_runs_follow_from_one_that_diverged_too(following: SweptStudy, capsys):
@@ -545,9 +556,13 @@ def test_measure_times_a_step_of_each_program(made: SweptStudy, capsys):
 
 
 def test_measure_times_a_program_with_annealed_points(made: SweptStudy, capsys):
-    """The timed steps are too few for these points, whose number does not change the program."""
+    """Three steps are too few for annealed points, and runs that differ only in these or in their evaluation share a
+    program."""
     made.change('"train.seed": (0, 1)}', '"train.anneal_at": ("0.25,0.5,1", "1")}, {"optimizer.schedule": "wsd", '
                                          '"train.steps": 400}')
+    made.change("return grid(", "runs = grid(")
+    made.change("\n\n\ndef figures", '\n    return [*runs[1:], Variation("evaluated", RECIPE, "softmax", '
+                                      'runs[0].fields, evaluation=("--length", "8"))]\n\n\ndef figures')
     assert made.sweep("--dry-run", "--measure") == 0
     assert capsys.readouterr().err.count("timing 3 steps") == 1
 
@@ -755,7 +770,7 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
     made = SweptStudy(tmp_path)
     made.change('"optimizer.learning_rate": (1e-3, 1e-2), "train.seed": (0, 1)}',
                 '"train.seed": (0,)}, {"train.steps": 120, "train.eval_every": 40, "checkpoint.every_steps": 10, '
-                '"checkpoint.keep": 2}')
+                '"checkpoint.keep": 2, "optimizer.schedule": "wsd", "train.anneal_at": "0.5,1"}')
     name = "softmax-seed-0"
     process = subprocess.Popen([sys.executable, "sweep.py", str(made.path), "--out", str(made.out)], cwd=small_run.ROOT,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -778,11 +793,12 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
 
     assert losses(cut) == losses(made.out)
     # The kept parameters can be sampled from, and train.py knows that the run is finished.
-    whole, parameters = (set(path.name for path in (out / name / "checkpoints").glob("120/*"))
-                         for out in (made.out, cut))
-    assert whole - parameters == {"optimizer"}
+    for saved in ("checkpoints/120", "annealed/60/checkpoints/60"):
+        whole, parameters = ({path.name for path in (out / name / saved).iterdir()} for out in (made.out, cut))
+        assert whole - parameters == {"optimizer"}
     assert set(small_run.saved_steps(cut / name)) <= set(small_run.saved_steps(made.out / name))
-    config = ["--train.steps", 120, "--train.eval-every", 40]
+    config = ["--train.steps", 120, "--train.eval-every", 40, "--optimizer.schedule", "wsd",
+              "--train.anneal-at", "0.5,1"]
     with small_run.settings():
         capsys.readouterr()
         assert small_run.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0

@@ -23,6 +23,7 @@ from models.attention import gated
 from models.parameters import count_parameters
 from support.errors import ConfigError
 from support.files import read_json
+from sweeps import plan
 from tests import small_run
 from tests.comparison import standings_runs
 from tests.comparison.standings_runs import all_runs
@@ -324,6 +325,19 @@ def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, results: 
     assert "it has no finished rung with a finite loss" in add("gated_delta", "--text", "others")[1]
     assert command.main(["--text", "books"]) == 2
     assert "expected --add too" in capsys.readouterr().err
+
+
+def test_the_study_expects_the_sizes_that_follow(tmp_path: Path):
+    """All runs of a size share a program, those that try a rate too."""
+    study = load_study("studies/standings.py")
+    part: dict[str, Any] = {"rows": ("kda",), "rungs": ("XS", "S")}
+    later = plan.plan_later(study, plan.plan(study, tmp_path, quick=False, **part), tmp_path, quick=False, **part)
+    assert [run.name for run in later] == [
+        *(f"XS-kda-0.008-seed-{seed}" for seed in (1, 2)),
+        *(f"S_check-kda-{rate}-seed-0" for rate in (0.002, 0.004, 0.008)),
+        *(f"S-kda-0.004-seed-{seed}" for seed in range(3))]
+    assert [run.variation.rung for run in later] == ["XS"] * 2 + ["S"] * 6
+    assert len({run.shape for run in later}) == 2
 
 
 @pytest.mark.parametrize(("part", "fields"), [({"data_dir": "books"}, {"data.dir": "books"}),

@@ -83,9 +83,16 @@ def test_the_runs_that_will_follow_are_expected():
     losses = losses_of(all_runs(("kda",), ("XS",)))
     assert names(expected(["kda"], ["S"], losses)) == [
         *(f"S_check-kda-{rate}-seed-0" for rate in (0.002, 0.004, 0.008)), *(f"S-kda-0.004-seed-{n}" for n in range(3))]
-    # The best that has been found counts, also at an edge.
+    # A rate that is the best at an edge is searched further.
     found = expected(["kda"], ["XS"], dict(zip(places(["kda"], ["XS"], {}), (2.0, 1.8, 1.7), strict=True)))
     assert names(found)[3:] == ["XS-kda-0.032-seed-0", "XS-kda-0.016-seed-1", "XS-kda-0.016-seed-2"]
+
+
+@pytest.mark.parametrize(("diverged", "best"), [((0.008,), 0.004), ((0.008, 0.016), 0.004),
+                                                ((0.004, 0.008, 0.016), 0.002)])
+def test_runs_are_expected_after_some_that_diverged(diverged, best):
+    found = expected(["kda"], ["XS"], {Place("XS", "kda", rate, 0): float("inf") for rate in diverged})
+    assert names(found)[-2:] == [f"XS-kda-{best}-seed-1", f"XS-kda-{best}-seed-2"]
 
 
 @pytest.mark.parametrize(("rungs", "message"), [
