@@ -222,7 +222,8 @@ def measure(options: Options, results: report.Results) -> int:
         refused = add([read_row(path) for path in options.check])
     for line in refused:
         status(line)
-    for folder in sorted(path for path in standings_rows.RESULTS.glob(f"{standings.VERSION}*") if path.is_dir()):
+    for folder in sorted(path for path in standings_rows.RESULTS.glob("*")
+                         if path.is_dir() and path.name.partition("-")[0] == standings.VERSION):
         for path in draw(folder):
             print(path)
     return int(bool(refused))

@@ -18,7 +18,7 @@ from comparison.statistics import CONFIDENCE, bonferroni, mean_interval
 from support.errors import ConfigError
 
 LEAST_SIZES = 3
-"""Number of sizes that a fit needs: it has three parameters."""
+"""Number of sizes that a fit needs: fewer do not determine the three parameters of a law."""
 REACH = 10
 """Largest extrapolation, as a multiple of the largest measured compute."""
 RESAMPLES = 400
@@ -27,7 +27,7 @@ _EXPONENTS = (0.02, 2.0)
 
 @dataclass(frozen=True)
 class Trained:
-    """One run: its points at several lengths, and the losses of its val windows at its end."""
+    """One run: its points at several lengths, and its losses on parts of val at its end."""
 
     size: str
     seed: Any
@@ -36,7 +36,8 @@ class Trained:
     loss_P: Float[np.ndarray, " P"]
     """Nats per token at each point."""
     windows_W: Float[np.ndarray, " W"]
-    """Mean loss of each val window at the end; the windows are the same in all runs."""
+    """Mean loss of each window of val at the end, the same windows in all runs. They may be others than those of
+    ``loss_P``; they say how much a loss depends on the choice of windows."""
 
 
 @dataclass(frozen=True)

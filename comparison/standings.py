@@ -219,26 +219,24 @@ def expected(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, f
 
 def best_rate(rung: str, arm: str, losses: Mapping[Place, float]) -> float | None:
     """The rate of an arm at a rung; None until it has been found."""
-    tried = {place.rate: losses[place] for place in _tried(rung, arm, losses) if place in losses}
     if rung == "M":
         before = best_rate("S", arm, losses)
         return None if before is None else _scaled(before, CARRIED)
-    if len(tried) < len(_tried(rung, arm, losses)) or not tried:
+    tried = _tried(rung, arm, losses)
+    if not tried or not losses.keys() >= {*tried}:
         return None
-    return min(tried, key=tried.__getitem__)
+    return min(tried, key=losses.__getitem__).rate
 
 
 def _tried(rung: str, arm: str, losses: Mapping[Place, float]) -> list[Place]:
     """The runs that find the rate of an arm at a rung."""
-    if rung == "M":
-        return []
-    check = rung == "S"
-    if not check:
+    if rung == "XS":
         rates = [*START]
-    elif (carried := best_rate("XS", arm, losses)) is not None:
+    elif rung == "S" and (carried := best_rate("XS", arm, losses)) is not None:
         rates = [_scaled(carried, CARRIED * factor) for factor in FACTORS]
     else:
         return []
+    check = rung == "S"
     while all(Place(rung, arm, rate, 0, check) in losses for rate in rates):
         best = min(rates, key=lambda rate: losses[Place(rung, arm, rate, 0, check)])
         if best not in (rates[0], rates[-1]):

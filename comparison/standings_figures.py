@@ -1,8 +1,9 @@
 """The figures and tables of the standings, from runs of the protocol alone."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,33 +97,39 @@ def _finals(runs: Sequence[Run]) -> list[float]:
     return [float(run.val.points["loss"][-1]) for run in runs]
 
 
-def frontier(arm: str, found: Standing) -> dict[float, float]:
-    """The mean loss of an arm at the end of its runs, by their FLOPs."""
-    return {_flops(runs): _loss(runs) for (name, _), runs in found.items() if name == arm}
+def _seconds(arm: str, rung: str, found: Standing, speeds: Speeds) -> float:
+    """Seconds of training without other load; NaN if the speed is unknown."""
+    return _end(found[arm, rung], "tokens") / speeds.get((arm, rung, "context", CONTEXT), math.nan)
 
 
-def _seconds(arm: str, rung: str, tokens: float, speeds: Speeds) -> float | None:
-    """Seconds of training without other load; None if the speed is unknown."""
-    speed = speeds.get((arm, rung, "context", CONTEXT))
-    return None if speed is None else tokens / speed
+def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float]) -> str:
+    """How many times its compute softmax with the same parts needs for the loss of an arm, read between those sizes of
+    softmax that have at least as many seeds.
 
-
-def _gain_in_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> float | None:
-    """How many times its seconds softmax needs for the loss of an arm."""
-    base: dict[float, float] = {}
-    for (name, of_rung), runs in found.items():
-        if name == arm_of(arm).baseline and (at := _seconds(name, of_rung, _tokens(runs), speeds)) is not None:
-            base[at] = _loss(runs)
-    mine = _seconds(arm, rung, _tokens(found[arm, rung]), speeds)
-    return None if mine is None else compute_equivalent_gain(mine, _loss(found[arm, rung]), base)
+    Args:
+        arm: of ``found``.
+        rung: its size.
+        found: the runs.
+        cost: the FLOPs or the seconds of a run by arm and rung; NaN if unknown.
+    """
+    baseline, mine, loss = arm_of(arm).baseline, cost(arm, rung), _loss(found[arm, rung])
+    base = {cost(name, size): _loss(runs) for (name, size), runs in found.items()
+            if name == baseline and RUNGS[size].seeds >= RUNGS[rung].seeds}
+    if baseline == arm or not base or not np.isfinite([mine, *base]).all():
+        return "–"
+    if not np.isfinite(loss):
+        return "not finite"
+    gain = compute_equivalent_gain(mine, loss, base)
+    return "beyond the range" if gain is None else f"{gain:.2f}"
 
 
 def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list[float]:
     """The loss of each seed of an arm when softmax with the same parts ends; see :func:`_interpolated`."""
     baseline = arm_of(arm).baseline
-    end = _seconds(baseline, rung, _tokens(found[baseline, rung]), speeds) if (baseline, rung) in found else None
-    speed = speeds.get((arm, rung, "context", CONTEXT))
-    return [] if end is None or speed is None else _interpolated(found[arm, rung], "tokens", end * speed)
+    if baseline == arm or (baseline, rung) not in found:
+        return []
+    speed = speeds.get((arm, rung, "context", CONTEXT), math.nan)
+    return _interpolated(found[arm, rung], "tokens", _seconds(baseline, rung, found, speeds) * speed)
 
 
 def _interpolated(runs: Sequence[Run], column: str, where: float) -> list[float]:
@@ -134,16 +141,13 @@ def _interpolated(runs: Sequence[Run], column: str, where: float) -> list[float]
     return [float(np.interp(np.log(where), np.log(at[column]), at["loss"])) for at in lengths]
 
 
-def _tokens(runs: Sequence[Run]) -> float:
-    return float(runs[0].val.points["tokens"][-1])
+def _end(runs: Sequence[Run], column: str) -> float:
+    """What a column such as ``tokens``, which is the same for all seeds, has at the end."""
+    return float(runs[0].val.points[column][-1])
 
 
 def _loss(runs: Sequence[Run]) -> float:
     return float(np.mean([run.val.points["loss"][-1] for run in runs]))
-
-
-def _flops(runs: Sequence[Run]) -> float:
-    return float(runs[0].val.points["flops"][-1])
 
 
 @dataclass(frozen=True)
@@ -204,15 +208,14 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
     compared = count_compared(here)
     for each in here:
         arm, runs, baseline = each.arm, each.runs, arm_of(each.arm).baseline
-        gain = compute_equivalent_gain(_flops(runs), _loss(runs), frontier(baseline, found))
-        timed = {(name, rung, "context", CONTEXT) for name in (arm, baseline)} <= speeds.keys()
         by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
         (equal, final), (of_equal, of_final) = each.losses, each.differences
         rows.append((
             arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
             _mean(equal), *_difference(of_equal, compared), _mean(final), *_difference(of_final, compared),
             _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
-            _gain(arm, gain), "–" if not timed else _gain(arm, _gain_in_time(arm, rung, found, speeds)),
+            _gain(arm, rung, found, lambda *at: _end(found[at], "flops")),
+            _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds)),
             _mean(_at_equal_time(arm, rung, found, speeds)),
             *("–" if loss is None else number_text(loss) for loss in by_context),
             "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs))))
@@ -237,10 +240,6 @@ def _mean(losses: Sequence[float]) -> str:
 
 def _number(value: float) -> str:
     return number_text(value) if np.isfinite(value) else "not finite"
-
-
-def _gain(arm: str, gain: float | None) -> str:
-    return "–" if arm_of(arm).baseline == arm else "beyond the range" if gain is None else f"{gain:.2f}"
 
 
 def _costs(speeds: Speeds) -> Figure:
@@ -272,7 +271,7 @@ class ClassAtRung:
     """The same, minus those of softmax with the same parts, for each seed of both."""
 
     def row(self, compared: int) -> tuple[str, ...]:
-        """Its row; ``compared``: the number of comparisons that are significant with 95 % together."""
+        """Its row; ``compared``: the number of comparisons that the confidence of 95 % covers together."""
         return (self.arm, self.rung, self.name, f"{self.share:.2%}", _mean([*self.losses.values()]),
                 ", ".join(_number(loss) for _, loss in sorted(self.losses.items())),
                 *_difference(self.differences, compared))
@@ -324,7 +323,7 @@ def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
         ("attention", "rung", "class", "share", "loss", "of each seed", "minus softmax", "95 % interval", ""),
         tuple(each.row(max(1, compared[each.rung])) for each in rows),
         (f"Losses of the same tokens as those at {CONTEXT:,} tokens in the tables of the rungs, not as the val loss.",
-         "Higher and lower: with a confidence of 95 % in all comparisons of a rung together."), zero=True)
+         "Higher and lower: with a confidence of 95 % in all comparisons of a rung in this table together."), zero=True)
 
 
 def _loss_by_class(run: Run) -> dict[str, dict[str, tuple[float, float]]]:
@@ -347,9 +346,9 @@ def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
 
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:
-    """The mean loss at another context, of eval.py; None without it."""
+    """The mean loss at another context, of eval.py; None where a seed lacks it, or its loss is not finite."""
     losses = [entry["loss"] for run in runs for entry in run.evaluations if entry["context"] == context]
-    return float(np.mean(losses)) if losses and None not in losses else None
+    return float(np.mean(losses)) if len(losses) == len(runs) and None not in losses else None
 
 
 def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:
@@ -416,12 +415,12 @@ def fits(found: Standing, speeds: Speeds | None = None) -> dict[str, Fit]:
             and all(np.isfinite(run.lengths["loss"]).all() for run in runs)}
 
 
-def _grouped[Key](keys: Iterable[Key], values: Iterable[float]) -> dict[Key, list[float]]:
-    """The values of each key."""
-    found: dict[Key, list[float]] = {}
-    for key, value in zip(keys, values, strict=True):
-        found.setdefault(key, []).append(float(value))
-    return found
+def _residuals(law: Fit) -> str:
+    """The mean residual at each length, by size: ``XS 0.01, -0.02, 0.01; S …``."""
+    points = group_by(zip(law.sizes_P, law.compute_P, law.residuals_P, strict=True), lambda point: point[:2])
+    means = group_by(sorted(points), lambda key: key[0])
+    return "; ".join(f"{size} " + ", ".join(number_text(float(np.mean([point[2] for point in points[key]])))
+                                            for key in means[size]) for size in dict.fromkeys(law.sizes_P))
 
 
 def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
@@ -430,28 +429,29 @@ def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
     lines, rows, bounded, laws = [], [], [], fits(found, speeds)
     for arm, each in laws.items():
         attention, low, high = arm_of(arm).attention, *each.measured
-        points = [Point(float(at), float(np.mean(losses)), mean_interval(losses),
+        by_compute = group_by(zip(each.compute_P, each.loss_P, strict=True), lambda point: float(point[0]))
+        points = [Point(at, float(np.mean(losses)), mean_interval(losses),
                         tuple(f"{arm} {number}" for number in range(len(losses))))
-                  for at, losses in sorted(_grouped(each.compute_P, each.loss_P).items())]
+                  for at, losses in sorted((at, [float(loss) for _, loss in of]) for at, of in by_compute.items())]
         law = [Point(float(at), float(each.law(at)), each.band(at), ())
                for at in [*np.geomspace(low, high, 4), high * REACH**0.5, high * REACH]]
         lines += [Line(arm, attention, tuple(points)), Line(f"{arm}, fit", attention, tuple(law), fitted=True)]
         rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
-                     "; ".join(f"{size} {interval_text((min(residuals), max(residuals)))}" for size, residuals in
-                               _grouped(each.sizes_P, each.residuals_P).items()),
-                     f"{low:.2g} to {high:.2g}",
+                     _residuals(each), f"{low:.2g} to {high:.2g}",
                      f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))
         bounded += [f"the {what} of {arm}" for what in each.law.bounded]
     remarks = [f"At a limit of the search, not determined by the losses: {listed(bounded)}."] if bounded else []
     alone = [rung for rung in RUNGS if all(len(runs) == 1 for (arm, of_rung), runs in found.items()
                                            if arm in laws and of_rung == rung)]
     if alone:
-        remarks.append(f"{listed(alone)} has one seed, whose noise is not in the bands.")
+        remarks.append(f"{listed(alone)} {'has' if len(alone) == 1 else 'have'} one seed, whose noise is not in the "
+                       "bands.")
     if without := [arm for arm in dict.fromkeys(arm for arm, _ in found) if arm not in laws]:
         known = "" if speeds is None else " and have a known speed"
         remarks.append(f"No fit without {LEAST_SIZES} sizes that ended with a finite loss{known}: {listed(without)}.")
     return [Figure(name, f"Power laws of loss against {compute}", Axis(compute, "log"), "val loss (nats per token)",
-                   tuple(lines), ("attention", "floor", "exponent", "residuals", f"{compute} measured",
+                   tuple(lines), ("attention", "floor", "exponent", "mean residuals by size and length",
+                                  f"{compute} measured",
                                   f"extrapolated to {REACH} times"), tuple(rows), tuple(remarks))] if rows else []
 
 

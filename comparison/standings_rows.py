@@ -173,7 +173,7 @@ def corpus_of(row: Row) -> Corpus | None:
 
 
 def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus | None) -> list[str]:
-    """What keeps a row from being drawn as whole, in sentences; empty if nothing does.
+    """What makes a row break the protocol, in sentences; empty if nothing does.
 
     Args:
         row: as :func:`row_of` returns it.
@@ -222,6 +222,8 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None,
         contexts = {one["context"] for one in entry["evaluations"]}
         found += [f"its evaluation at {context:,} tokens is missing" for context in (CONTEXT, *LONGER)
                   if context not in contexts]
+        if not any(one.get("token_classes") for one in entry["evaluations"] if one["context"] == CONTEXT):
+            found.append(f"its losses by class of the tokens at {CONTEXT:,} tokens are missing")
         windows = len(entry["windows"].get(str(CONTEXT), {}).get("loss", ()))
         if windows != WINDOWS:
             found.append(f"it has the losses of {windows} val windows; expected {WINDOWS}")

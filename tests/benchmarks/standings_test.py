@@ -92,6 +92,7 @@ def test_a_whole_row_is_accepted(row):
         row, "S-gated_delta-0.004-seed-7")["config"]["train"].update(seed=7), "seed-1 missing"),
     (lambda row: entry(row).update(name="other"), "other: standings S1 has no such run"),
     (lambda row: entry(row)["evaluations"].pop(), "its evaluation at 16,384 tokens is missing"),
+    (lambda row: entry(row)["evaluations"][0].pop("token_classes"), "its losses by class of the tokens at 1,024"),
     (lambda row: entry(row)["windows"]["1024"]["loss"].pop(), "the losses of 127 val windows; expected 128"),
     (lambda row: row["runs"].append(entry(row)), "a run is there twice"),
     (lambda row: row.update(rungs=["XS"]), "S-gated_delta-0.004-seed-1: the protocol has no such run at XS"),

@@ -11,6 +11,7 @@ from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, expected, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from comparison.standings_page import BEGIN, END, with_tables
+from comparison.wording import number_text
 from support.errors import ConfigError
 from tests.comparison import standings_runs
 from tests.comparison.standings_runs import BEST, all_runs
@@ -160,11 +161,15 @@ def test_differences_gains_and_trends(runs):
     rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
-    assert float(rows["gated_delta"]["gain in FLOPs"]) > 1
+    # Between XS and S of softmax: M, which has one seed, is for the gains of M.
+    assert rows["gated_delta"]["gain in FLOPs"] == "beyond the range"
     assert float(rows["kda"]["gain in FLOPs"]) < 1
+    smallest = {row[0]: dict(zip(found["rung-XS"].headings, row, strict=True)) for row in found["rung-XS"].rows}
+    assert float(smallest["gated_delta"]["gain in FLOPs"]) > 1
     assert rows["softmax-parts"]["gain in FLOPs"] == "–"
     largest = {row[0]: dict(zip(found["rung-M"].headings, row, strict=True)) for row in found["rung-M"].rows}
     assert largest["gated_delta"]["gain in FLOPs"] == "beyond the range"
+    assert float(largest["kda"]["gain in FLOPs"]) < 1
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
     assert found["gap-against-size"].remarks == (
@@ -197,12 +202,16 @@ def test_losses_by_class_are_of_all_arms_and_drawn_where_there_are_several_seeds
 def test_a_run_that_diverged_stays_in_and_the_figures_are_drawn(runs, diverged):
     (gone,) = [run for run in runs if run.name == diverged]
     nothing = {name: np.where([name == "loss"], np.nan, values) for name, values in gone.val.points.items()}
-    broken = replace(gone, val=Curve(nothing, nothing, 1), evaluations=[], window_losses={})
+    broken = replace(gone, val=Curve(nothing, nothing, 1), evaluations=[], window_losses={})  # eval.py refuses it
     found = {figure.name: figure for figure in figures([broken if run is gone else run for run in runs])}
     rung, arm = diverged.split("-0.")[0].split("-", 1)
     rows = {row[0]: dict(zip(found[f"rung-{rung}"].headings[3:9], row[3:9], strict=True))
             for row in found[f"rung-{rung}"].rows}
     assert rows[arm]["val loss"] == "not finite"
+    (of_arm,) = [row for row in found[f"rung-{rung}"].rows if row[0] == arm]
+    cells = dict(zip(found[f"rung-{rung}"].headings, of_arm, strict=True))
+    assert cells["at 1,024 tokens"] == "–"  # not the mean of the others
+    assert cells["gain in FLOPs"] == ("–" if arm == "softmax-parts" else "not finite")
     classes = {row[:2] for row in found["classes-repeats-of-4-tokens"].rows}
     assert ((arm, rung) in classes) == (rung == "S")  # two seeds are left of S, none of M
     column = found["rung-XS"].headings.index("gain in FLOPs")
@@ -254,12 +263,14 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
         ("softmax-parts", 1e9), ("gated_delta", 5e8), ("kda", 2e9)) for rung in RUNGS}
     speeds |= {("kda", "XS", "position", 128): 500.0}
     found = {figure.name: figure for figure in figures(runs, speeds)}
-    rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
-    for arm, factor in (("gated_delta", 0.5), ("kda", 2.0)):
-        in_flops, in_seconds = (float(rows[arm][f"gain in {unit}"]) for unit in ("FLOPs", "seconds"))
+    tables = {rung: {row[0]: dict(zip(found[f"rung-{rung}"].headings, row, strict=True))
+                     for row in found[f"rung-{rung}"].rows} for rung in ("XS", "S")}
+    for rung, arm, factor in (("XS", "gated_delta", 0.5), ("S", "kda", 2.0)):
+        in_flops, in_seconds = (float(tables[rung][arm][f"gain in {unit}"]) for unit in ("FLOPs", "seconds"))
         assert in_seconds == pytest.approx(factor * in_flops, rel=0.02)
+    rows = tables["S"]
     # kda ends before softmax; gated_delta is between its annealed points then.
-    assert rows["kda"]["loss at softmax's time"] == "–"
+    assert rows["kda"]["loss at softmax's time"] == rows["softmax-parts"]["loss at softmax's time"] == "–"
     lengths = [run.lengths for run in standing(runs)["gated_delta", "S"]]
     tokens = 0.5 * flops["softmax-parts", "S"] / flops["gated_delta", "S"] * lengths[0]["tokens"][-1]
     at = [np.interp(np.log(tokens), np.log(each["tokens"]), each["loss"]) for each in lengths]
@@ -301,8 +312,10 @@ def test_fits_need_three_sizes(runs):
     assert (law.points[0].x, law.points[-1].x) == pytest.approx((measured.points[0].x, 10 * measured.points[-1].x))
     low, high = law.points[-1].interval or (0, 0)
     assert low < law.points[-1].y < high
-    assert figure.rows[0][3].startswith("XS −0.00")
-    assert [text.partition(" ")[0] for text in figure.rows[0][3].split("; ")] == ["XS", "S", "M"]
+    residuals = found["softmax-parts"].residuals_P.reshape(-1, 3)  # of runs, at three lengths
+    assert figure.rows[0][3] == "; ".join(f"{rung} " + ", ".join(
+        number_text(value) for value in residuals[[*found["softmax-parts"].sizes_P[::3]].index(rung):][
+            :RUNGS[rung].seeds].mean(0)) for rung in RUNGS)
     assert figure.remarks == ("M has one seed, whose noise is not in the bands.",)
     two = [run for run in runs if not run.name.startswith("M")]
     assert fits(standing(two)) == {}
