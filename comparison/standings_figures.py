@@ -128,8 +128,8 @@ def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list
     baseline = arm_of(arm).baseline
     if baseline == arm or (baseline, rung) not in found:
         return []
-    speed = speeds.get((arm, rung, "context", CONTEXT), math.nan)
-    return _interpolated(found[arm, rung], "tokens", _seconds(baseline, rung, found, speeds) * speed)
+    part = _seconds(baseline, rung, found, speeds) / _seconds(arm, rung, found, speeds)
+    return _interpolated(found[arm, rung], "tokens", part * _end(found[arm, rung], "tokens"))
 
 
 def _interpolated(runs: Sequence[Run], column: str, where: float) -> list[float]:
