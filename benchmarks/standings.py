@@ -53,10 +53,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "standings.md"
 """The page of S1."""
 ABILITIES = Path(__file__).parent / "results" / "studies" / "abilities"
 """Folder of the figures of studies/abilities.py."""
-FREE = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify", "train.accumulate",
-        "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
-"""Fields that a row's runs may choose: they depend on the machine, and change no more than the last bits of a loss. A
-checksum tells whether the text is the same."""
+FREE_FIELDS = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data.verify", "train.accumulate",
+               "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
+"""Fields of the config that a row's runs may choose: they depend on the machine, and change no more than the last bits
+of a loss. A checksum tells whether the text is the same."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -82,13 +82,13 @@ def expected_fields(place: Place) -> dict[str, Any]:
     """The fields of the config of a run of the protocol that a row must have."""
     fields = flatten(groups_of(protocol_config(place).to_dict()))
     return {name: value for name, value in fields.items()
-            if not any(name == free or name.startswith(f"{free}.") for free in FREE)}
+            if not any(name == free or name.startswith(f"{free}.") for free in FREE_FIELDS)}
 
 
 @cache
 def work_of(rung: str, arm: str) -> tuple[int, float]:
     """The parameters of an arm at a rung, and the FLOPs of training on a token."""
-    config = protocol_config(Place(rung, arm, standings.START[0], 0))
+    config = protocol_config(Place(rung, arm, standings.FIRST_RATES[0], 0))
     parameters = count_parameters(abstract_model(config, BYTES.size))
     flops = flops_per_token(config.to_dict(), {"parameters": parameters, "vocabulary_size": BYTES.size})
     assert flops is not None

@@ -27,12 +27,12 @@ WINDOWS = 128
 """Val windows of ``CONTEXT`` tokens in an evaluation."""
 LONGER = (4096, 16384)
 """Longer contexts at which runs are evaluated."""
-START = (4e-3, 8e-3, 1.6e-2)
-"""Rates tried at XS first; the grid grows by factors of two until the best is inside."""
-FACTORS = (0.5, 1.0, 2.0)
+FIRST_RATES = (4e-3, 8e-3, 1.6e-2)
+"""Learning rates tried at XS first; the grid grows by factors of two until the best is inside."""
+FIRST_FACTORS = (0.5, 1.0, 2.0)
 """Rates tried at S first, as multiples of the one carried over from XS; the grid grows in the same way."""
-CARRIED = 0.5
-"""The rate of a size over that of the size before: inverse to the width."""
+RATE_SCALE = 0.5
+"""The learning rate of a size over that of the size before: inverse to the width."""
 
 
 class Corpus(NamedTuple):
@@ -54,7 +54,7 @@ class Rung:
 
     name: str
     width: int
-    rows: int
+    batch_size: int
     """Sequences in a step."""
     seeds: int
 
@@ -69,14 +69,14 @@ class Rung:
 
     @property
     def steps(self) -> int:
-        return TOKENS_PER_PARAMETER * self.parameters // (self.rows * CONTEXT)
+        return TOKENS_PER_PARAMETER * self.parameters // (self.batch_size * CONTEXT)
 
     def fields(self, part: float = 1.0) -> dict[str, Any]:
         """Fields of the config of a run, or of one of a part of the length."""
         steps = round(self.steps * part)
         return {"model.width": self.width, "model.layers": self.layers, "model.heads": self.width // 64,
-                "model.initial_scale": float(f"{self.width**-0.5:.3g}"), "train.batch_size": self.rows,
-                "train.steps": steps, "train.eval_every": steps // 2, "train.eval_batches": WINDOWS // self.rows,
+                "model.initial_scale": float(f"{self.width**-0.5:.3g}"), "train.batch_size": self.batch_size,
+                "train.steps": steps, "train.eval_every": steps // 2, "train.eval_batches": WINDOWS // self.batch_size,
                 "optimizer.warmup_steps": self.steps // 40, "checkpoint.every_steps": max(1, steps // 4),
                 **({} if part == 1 else {"train.anneal_at": "1"})}
 
@@ -221,7 +221,7 @@ def best_rate(rung: str, arm: str, losses: Mapping[Place, float]) -> float | Non
     """The rate of an arm at a rung; None until it has been found."""
     if rung == "M":
         before = best_rate("S", arm, losses)
-        return None if before is None else _scaled(before, CARRIED)
+        return None if before is None else _scaled(before, RATE_SCALE)
     tried = _tried(rung, arm, losses)
     if not tried or not losses.keys() >= {*tried}:
         return None
@@ -231,9 +231,9 @@ def best_rate(rung: str, arm: str, losses: Mapping[Place, float]) -> float | Non
 def _tried(rung: str, arm: str, losses: Mapping[Place, float]) -> list[Place]:
     """The runs that find the rate of an arm at a rung."""
     if rung == "XS":
-        rates = [*START]
+        rates = [*FIRST_RATES]
     elif rung == "S" and (carried := best_rate("XS", arm, losses)) is not None:
-        rates = [_scaled(carried, CARRIED * factor) for factor in FACTORS]
+        rates = [_scaled(carried, RATE_SCALE * factor) for factor in FIRST_FACTORS]
     else:
         return []
     check = rung == "S"

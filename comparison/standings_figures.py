@@ -29,6 +29,8 @@ Speeds = Mapping[tuple[str, str, str, int], float]
 """Tokens a second by arm, rung, ``context`` (of training) or ``position`` (of sampling), and its value."""
 Standing = Mapping[tuple[str, str], Sequence[Run]]
 """Runs at the best rate, one for each seed, by arm and rung."""
+DIFFERENCE = ("minus softmax", "95 % interval", "significance")
+"""Headings of the cells of :func:`_difference`."""
 
 
 def place_of(run: Run) -> Place:
@@ -84,7 +86,7 @@ def by_seed(a: Sequence[Run], b: Sequence[Run], losses: Callable[[Sequence[Run]]
 
 
 def _difference(differences: Collection[float], compared: int) -> tuple[str, str, str]:
-    """The mean of differences by seed, its interval, and what that shows with a total confidence of 95 % in all
+    """The mean of differences by seed, its interval, and its significance with a total confidence of 95 % in all
     comparisons of a column (Bonferroni)."""
     if not differences or not np.isfinite([*differences]).all():
         return "–", "–", ""
@@ -204,30 +206,38 @@ def equal_compute_heading(arms: Sequence[ArmAtRung]) -> str:
 
 def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
     """The table of a rung."""
-    rows, here = [], arms_at(rung, found)
+    here = arms_at(rung, found)
     compared = count_compared(here)
-    for each in here:
-        arm, runs, baseline = each.arm, each.runs, arm_of(each.arm).baseline
-        by_context = [_at_context(runs, context) for context in (CONTEXT, *LONGER)]
-        (equal, final), (of_equal, of_final) = each.losses, each.differences
-        rows.append((
-            arm, baseline if baseline != arm else "–", f"{runs[0].environment.get('parameters', 0):,}",
-            _mean(equal), *_difference(of_equal, compared), _mean(final), *_difference(of_final, compared),
-            _number(float(np.mean([run.val.points['bits_per_byte'][-1] for run in runs]))),
-            _gain(arm, rung, found, lambda *at: _end(found[at], "flops")),
-            _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds)),
-            _mean(_at_equal_time(arm, rung, found, speeds)),
-            *("–" if loss is None else number_text(loss) for loss in by_context),
-            "–" if (state := state_bytes(runs[0])) is None else f"{state / 1024:,.0f}", str(len(runs))))
-    return Figure(f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (), (
-        "attention", "softmax with the same parts", "parameters",
-        equal_compute_heading(here), "minus softmax",
-        "95 % interval", "", "val loss", "minus softmax", "95 % interval", "", "bits per byte", "gain in FLOPs",
-        "gain in seconds", "loss at softmax's time", *(f"at {context:,} tokens" for context in (CONTEXT, *LONGER)),
-        f"state at {CONTEXT:,}, KiB", "seeds"),
-        tuple(rows),
+    rows = [_rung_row(each, rung, found, speeds, compared, equal_compute_heading(here)) for each in here]
+    return Figure(
+        f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (),
+        tuple(heading for heading, _ in rows[0]) if rows else (),
+        tuple(tuple(cell for _, cell in row) for row in rows),
         (f"Higher and lower: with a confidence of 95 % in all {compared} comparisons of a column together.",)
         if compared and RUNGS[rung].seeds > 1 else ())
+
+
+def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compared: int,
+              equal_compute: str) -> list[tuple[str, str]]:
+    """The headings and cells of an arm."""
+    arm, runs, baseline, state = each.arm, each.runs, arm_of(each.arm).baseline, state_bytes(each.runs[0])
+    (equal, final), (of_equal, of_final) = each.losses, each.differences
+    return [
+        ("attention", arm),
+        ("softmax with the same parts", baseline if baseline != arm else "–"),
+        ("parameters", f"{runs[0].environment.get('parameters', 0):,}"),
+        (equal_compute, _mean(equal)),
+        *zip(DIFFERENCE, _difference(of_equal, compared), strict=True),
+        ("val loss", _mean(final)),
+        *zip(DIFFERENCE, _difference(of_final, compared), strict=True),
+        ("bits per byte", _number(float(np.mean([run.val.points["bits_per_byte"][-1] for run in runs])))),
+        ("gain in FLOPs", _gain(arm, rung, found, lambda *at: _end(found[at], "flops"))),
+        ("gain in seconds", _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds))),
+        ("loss at softmax's time", _mean(_at_equal_time(arm, rung, found, speeds))),
+        *((f"at {context:,} tokens", "–" if (loss := _at_context(runs, context)) is None else number_text(loss))
+          for context in (CONTEXT, *LONGER)),
+        (f"state at {CONTEXT:,}, KiB", "–" if state is None else f"{state / 1024:,.0f}"),
+        ("seeds", str(len(runs)))]
 
 
 def _mean(losses: Sequence[float]) -> str:
@@ -320,7 +330,7 @@ def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
     return Figure(
         f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the same parts",
         Axis("class", "category"), "difference in loss (nats per token)", lines,
-        ("attention", "rung", "class", "share", "loss", "of each seed", "minus softmax", "95 % interval", ""),
+        ("attention", "rung", "class", "share", "loss", "of each seed", *DIFFERENCE),
         tuple(each.row(max(1, compared[each.rung])) for each in rows),
         (f"Losses of the same tokens as those at {CONTEXT:,} tokens in the tables of the rungs, not as the val loss.",
          "Higher and lower: with a confidence of 95 % in all comparisons of a rung in this table together."), zero=True)
@@ -379,7 +389,7 @@ def _trends(found: Standing) -> list[Figure]:
     return [Figure("gap-against-size", "Loss minus that of softmax with the same parts, by size",
                    Axis("parameters outside of the embedding", "log"), "difference in val loss (nats per token)",
                    tuple(lines), ("attention", "softmax with the same parts", "over",
-                                  "change for ten times the parameters", "95 % interval", ""), tuple(rows),
+                                  "change for ten times the parameters", "95 % interval", "trend"), tuple(rows),
                    ("A trend is over the sizes that all its seeds have.", *(
                        [f"Rises and falls: with a confidence of 95 % in all {compared} trends together."]
                        if compared else [])), zero=True)]

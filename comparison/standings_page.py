@@ -21,7 +21,7 @@ from support.errors import ConfigError
 
 BEGIN, END = "<!-- tables of python -m benchmarks.standings -->\n", "<!-- end of the tables -->\n"
 """Lines around the tables."""
-LATE = 8192
+SAMPLED_AT = 8192
 """The position of the sampled token whose time is shown."""
 MINUS = "minus softmax with the same parts"
 
@@ -48,7 +48,7 @@ def with_tables(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
 
 def _table(rung: str, arms: Sequence[ArmAtRung], speeds: Speeds) -> str:
     headings = ("attention", equal_compute_heading(arms), MINUS, "val loss", MINUS, "training, tokens/s",
-                f"a token after {LATE:,}, ms", f"state at {CONTEXT:,}, KiB")
+                f"a token after {SAMPLED_AT:,}, ms", f"state at {CONTEXT:,}, KiB")
     rows = [headings, ("---",) * 5 + ("---:",) * 3,
             *(_cells(rung, each, count_compared(arms), speeds) for each in arms)]
     size = f"{rung}, {RUNGS[rung].parameters / 1e6:.1f} million parameters outside of the embedding"
@@ -59,7 +59,8 @@ def _table(rung: str, arms: Sequence[ArmAtRung], speeds: Speeds) -> str:
 def _cells(rung: str, each: ArmAtRung, compared: int, speeds: Speeds) -> list[str]:
     losses = [cell for mine, minus in zip(each.losses, each.differences, strict=True)
               for cell in (_plus_minus(mine), _bold_if_significant(minus, compared))]
-    training, sampling = (speeds.get((each.arm, rung, *what)) for what in (("context", CONTEXT), ("position", LATE)))
+    training = speeds.get((each.arm, rung, "context", CONTEXT))
+    sampling = speeds.get((each.arm, rung, "position", SAMPLED_AT))
     state = state_bytes(each.runs[0])
     return [f"`{each.arm}`", *losses, "–" if training is None else f"{training:,.0f}",
             "–" if sampling is None else f"{1e3 / sampling:.3f}", "–" if state is None else f"{state / 1024:,.0f}"]

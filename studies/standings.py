@@ -32,7 +32,7 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str
     data = {name: value for name, value in {"data.dir": data_dir, "data.source": data_source}.items()
             if value is not None}
     if quick:
-        runs = [Place("XS", arm, standings.START[1], 0).variation(data) for arm in rows or QUICK]
+        runs = [Place("XS", arm, standings.FIRST_RATES[1], 0).variation(data) for arm in rows or QUICK]
         return [Variation(run.name, run.recipe, run.attention, {**run.fields, **QUICK_FIELDS}) for run in runs]
     arms, rungs = rows or [*standings.ARMS], rungs or [*RUNGS]
     before = {} if data else standings_rows.rows_of(standings_rows.RESULTS / standings.VERSION)

@@ -32,7 +32,7 @@ def loss_of(place: Place, flops: float) -> float:
 
 def run_of(place: Place) -> Run:
     config, rung = groups_of(protocol_config(place).to_dict()), RUNGS[place.rung]
-    steps, tokens = config["train"]["steps"], rung.rows * standings.CONTEXT
+    steps, tokens = config["train"]["steps"], rung.batch_size * standings.CONTEXT
     ends = np.array([round(steps * part) for part in config["train"]["anneal_at"]], float)
     parameters, flops_per_token = work_of(place.rung, place.arm)
     loss = np.array([loss_of(place, each * tokens * 6.0 * rung.parameters) for each in ends])

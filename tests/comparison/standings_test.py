@@ -28,7 +28,7 @@ def test_the_ladder():
         (196_608, 4, 960), (786_432, 4, 1920), (3_145_728, 4, 3840)]
     assert (NOT_RUN.layers, NOT_RUN.parameters) == (12, 84_934_656)
     for rung in RUNGS.values():
-        assert rung.steps * rung.rows * standings.CONTEXT == 20 * rung.parameters
+        assert rung.steps * rung.batch_size * standings.CONTEXT == 20 * rung.parameters
 
 
 def test_names_are_places():
