@@ -104,9 +104,15 @@ def _seconds(arm: str, rung: str, found: Standing, speeds: Speeds) -> float:
     return _end(found[arm, rung], "tokens") / speeds.get((arm, rung, "context", CONTEXT), math.nan)
 
 
+def gain_in_flops(arm: str, rung: str, found: Standing) -> str:
+    """How many times the FLOPs softmax with the same parts needs for the same loss; see :func:`_gain`."""
+    return _gain(arm, rung, found, lambda *at: _end(found[at], "flops"))
+
+
 def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float]) -> str:
     """How many times its compute softmax with the same parts needs for the loss of an arm, read between those sizes of
-    softmax that have at least as many seeds.
+    softmax that have at least as many seeds. It is that of the mean losses. The interval is of the logarithms of the
+    gains of the seeds, each of the losses of that seed; without one if that of a seed is beyond the range.
 
     Args:
         arm: of ``found``.
@@ -114,15 +120,25 @@ def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float
         found: the runs.
         cost: the FLOPs or the seconds of a run by arm and rung; NaN if unknown.
     """
-    baseline, mine, loss = arm_of(arm).baseline, cost(arm, rung), _loss(found[arm, rung])
-    base = {cost(name, size): _loss(runs) for (name, size), runs in found.items()
+    baseline, mine, runs = arm_of(arm).baseline, cost(arm, rung), found[arm, rung]
+    base = {cost(name, size): of_size for (name, size), of_size in found.items()
             if name == baseline and RUNGS[size].seeds >= RUNGS[rung].seeds}
     if baseline == arm or not base or not np.isfinite([mine, *base]).all():
         return "–"
-    if not np.isfinite(loss):
+    if not np.isfinite(_loss(runs)):
         return "not finite"
-    gain = compute_equivalent_gain(mine, loss, base)
-    return "beyond the range" if gain is None else f"{gain:.2f}"
+
+    def gain_of(runs: Sequence[Run], base: Mapping[float, Sequence[Run]]) -> float | None:
+        losses = {at: _loss(of_size) for at, of_size in base.items() if of_size}
+        return compute_equivalent_gain(mine, _loss(runs), losses)
+
+    if (gain := gain_of(runs, base)) is None:
+        return "beyond the range"
+    of_seeds = [gain_of([run], {at: [each for each in of_size if each.seed == run.seed]
+                                for at, of_size in base.items()}) for run in runs]
+    logs = [math.log(each) for each in of_seeds if each is not None]
+    interval = mean_interval(logs) if len(logs) == len(runs) else None
+    return f"{gain:.2f}" + ("" if interval is None else f" ({interval_text(np.exp(interval), 2)})")
 
 
 def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list[float]:
@@ -231,7 +247,7 @@ def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compa
         ("val loss", _mean(final)),
         *zip(DIFFERENCE, _difference(of_final, compared), strict=True),
         ("bits per byte", _number(float(np.mean([run.val.points["bits_per_byte"][-1] for run in runs])))),
-        ("gain in FLOPs", _gain(arm, rung, found, lambda *at: _end(found[at], "flops"))),
+        ("gain in FLOPs", gain_in_flops(arm, rung, found)),
         ("gain in seconds", _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds))),
         ("loss at softmax's time", _mean(_at_equal_time(arm, rung, found, speeds))),
         *((f"at {context:,} tokens", "–" if (loss := _at_context(runs, context)) is None else number_text(loss))

@@ -9,9 +9,11 @@ from comparison.standings import CONTEXT, RUNGS
 from comparison.standings_figures import (
     ArmAtRung,
     Speeds,
+    Standing,
     arms_at,
     count_compared,
     equal_compute_heading,
+    gain_in_flops,
     standing,
 )
 from comparison.standings_rows import state_bytes
@@ -42,28 +44,30 @@ def with_tables(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
     if not begin or not end:
         raise ConfigError(f"the page of the standings has no lines {BEGIN.strip()} and {END.strip()}")
     found = standing(runs)
-    tables = [_table(rung, arms, speeds) for rung in RUNGS if (arms := arms_at(rung, found))]
+    tables = [_table(rung, found, speeds) for rung in RUNGS if arms_at(rung, found)]
     return "\n".join([before + begin, *tables, end + after])
 
 
-def _table(rung: str, arms: Sequence[ArmAtRung], speeds: Speeds) -> str:
-    headings = ("attention", equal_compute_heading(arms), MINUS, "val loss", MINUS, "training, tokens/s",
-                f"a token after {SAMPLED_AT:,}, ms", f"state at {CONTEXT:,}, KiB")
-    rows = [headings, ("---",) * 5 + ("---:",) * 3,
-            *(_cells(rung, each, count_compared(arms), speeds) for each in arms)]
+def _table(rung: str, found: Standing, speeds: Speeds) -> str:
+    arms = arms_at(rung, found)
+    headings = ("attention", equal_compute_heading(arms), MINUS, "val loss", MINUS, "gain in FLOPs",
+                "training, tokens/s", f"a token after {SAMPLED_AT:,}, ms", f"state at {CONTEXT:,}, KiB")
+    rows = [headings, ("---",) * 6 + ("---:",) * 3,
+            *(_cells(rung, each, count_compared(arms), found, speeds) for each in arms)]
     size = f"{rung}, {RUNGS[rung].parameters / 1e6:.1f} million parameters outside of the embedding"
     return "\n".join([f"{size}{', one seed' if RUNGS[rung].seeds == 1 else ''}:", "",
                       *(f"| {' | '.join(cells)} |" for cells in rows), ""])
 
 
-def _cells(rung: str, each: ArmAtRung, compared: int, speeds: Speeds) -> list[str]:
+def _cells(rung: str, each: ArmAtRung, compared: int, found: Standing, speeds: Speeds) -> list[str]:
     losses = [cell for mine, minus in zip(each.losses, each.differences, strict=True)
               for cell in (_plus_minus(mine), _bold_if_significant(minus, compared))]
     training = speeds.get((each.arm, rung, "context", CONTEXT))
     sampling = speeds.get((each.arm, rung, "position", SAMPLED_AT))
     state = state_bytes(each.runs[0])
-    return [f"`{each.arm}`", *losses, "–" if training is None else f"{training:,.0f}",
-            "–" if sampling is None else f"{1e3 / sampling:.3f}", "–" if state is None else f"{state / 1024:,.0f}"]
+    return [f"`{each.arm}`", *losses, gain_in_flops(each.arm, rung, found),
+            "–" if training is None else f"{training:,.0f}", "–" if sampling is None else f"{1e3 / sampling:.3f}",
+            "–" if state is None else f"{state / 1024:,.0f}"]
 
 
 def _plus_minus(values: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
 """Sentences about differences, for the summary of the page and a study's figures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAX_NAMES = 3
@@ -52,9 +52,9 @@ def compare_many(opening: str, what: str, best: Losses, others: Sequence[tuple[L
     return text + (f"; no significant difference from {listed(alike)}." if alike else ".")
 
 
-def interval_text(interval: tuple[float, float]) -> str:
+def interval_text(interval: Iterable[float], digits: int = 4) -> str:
     """``−0.1767 to 0.2767``."""
-    return " to ".join(number_text(value) for value in interval)
+    return " to ".join(number_text(value, digits) for value in interval)
 
 
 def significance(mean: float, interval: tuple[float, float] | None) -> str:

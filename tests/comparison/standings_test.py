@@ -1,5 +1,7 @@
 """The protocol of the standings: its sizes, its runs and its figures."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from comparison.figures import Axis, Figure, Line, Point
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, expected, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from comparison.standings_page import BEGIN, END, with_tables
+from comparison.statistics import mean_interval
 from comparison.wording import number_text
 from support.errors import ConfigError
 from tests.comparison import standings_runs
@@ -145,13 +148,41 @@ def test_the_tables_of_the_page(runs):
     assert written.endswith(f"|\n\n{END}after\n")
     lines = written.split("\nS, 0.8 million parameters outside of the embedding:\n\n")[1].splitlines()
     assert lines[2:5] == [
-        "| `gated_delta` | 1.306 ± 0.003 | **−0.065 ± 0.002** | 1.280 ± 0.003 | **−0.054 ± 0.002** | – | – | 146 |",
-        "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | 4,114 |",
-        "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | 12,346 | 0.250 | 146 |"]
+        "| `gated_delta` | 1.306 ± 0.003 | **−0.065 ± 0.002** | 1.280 ± 0.003 | **−0.054 ± 0.002** | "
+        "beyond the range | – | – | 146 |",
+        "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | – | 4,114 |",
+        "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | 0.61 (0.55 to 0.66) | "
+        "12,346 | 0.250 | 146 |"]
     assert "\nM, 3.1 million parameters outside of the embedding, one seed:\n" in written
-    assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | – | – | 292 |" in written
+    assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | 0.66 | – | – | 292 |" in written
     with pytest.raises(ConfigError, match="has no lines"):
         with_tables("before\nafter\n", runs, speeds)
+
+
+def gain(cells: Mapping[str, str], unit: str) -> float:
+    """The gain of a row of a table, without its interval."""
+    return float(cells[f"gain in {unit}"].partition(" ")[0])
+
+
+def test_the_interval_of_a_gain_is_that_of_its_seeds(runs):
+    found = standing(runs)
+    mine, *base = [found[key] for key in (("kda", "S"), ("softmax-parts", "XS"), ("softmax-parts", "S"))]
+    gains = []
+    for runs_of_seed in zip(mine, *base, strict=True):
+        (own, *others), compute = [[run.val.points[name][-1] for run in runs_of_seed] for name in ("loss", "flops")]
+        at = np.interp(-own, [-loss for loss in others], np.log(compute[1:]))
+        gains.append(float(at - np.log(compute[0])))
+    low, high = np.exp(mean_interval(gains))
+
+    def cell_of(runs: list) -> str:
+        (table,) = [figure for figure in figures(runs) if figure.name == "rung-S"]
+        return {row[0]: row for row in table.rows}["kda"][table.headings.index("gain in FLOPs")]
+
+    assert cell_of(runs) == f"{np.exp(np.mean(gains)):.2f} ({low:.2f} to {high:.2f})"
+    # The mean of these seeds is within the sizes of softmax, but the last one has a lower loss than the larger size.
+    better = {"loss": mine[2].val.points["loss"] - 0.06}
+    lower = replace(mine[2], val=replace(mine[2].val, points=mine[2].val.points | better))
+    assert re.fullmatch(r"\d\.\d\d", cell_of([lower if run is mine[2] else run for run in runs]))
 
 
 def test_differences_gains_and_trends(runs):
@@ -163,13 +194,13 @@ def test_differences_gains_and_trends(runs):
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     # Between XS and S of softmax: M, which has one seed, is for the gains of M.
     assert rows["gated_delta"]["gain in FLOPs"] == "beyond the range"
-    assert float(rows["kda"]["gain in FLOPs"]) < 1
+    assert gain(rows["kda"], "FLOPs") < 1
     smallest = {row[0]: dict(zip(found["rung-XS"].headings, row, strict=True)) for row in found["rung-XS"].rows}
-    assert float(smallest["gated_delta"]["gain in FLOPs"]) > 1
+    assert gain(smallest["gated_delta"], "FLOPs") > 1
     assert rows["softmax-parts"]["gain in FLOPs"] == "–"
     largest = {row[0]: dict(zip(found["rung-M"].headings, row, strict=True)) for row in found["rung-M"].rows}
     assert largest["gated_delta"]["gain in FLOPs"] == "beyond the range"
-    assert float(largest["kda"]["gain in FLOPs"]) < 1
+    assert gain(largest["kda"], "FLOPs") < 1
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
     assert found["gap-against-size"].remarks == (
@@ -266,7 +297,7 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
     tables = {rung: {row[0]: dict(zip(found[f"rung-{rung}"].headings, row, strict=True))
                      for row in found[f"rung-{rung}"].rows} for rung in ("XS", "S")}
     for rung, arm, factor in (("XS", "gated_delta", 0.5), ("S", "kda", 2.0)):
-        in_flops, in_seconds = (float(tables[rung][arm][f"gain in {unit}"]) for unit in ("FLOPs", "seconds"))
+        in_flops, in_seconds = (gain(tables[rung][arm], unit) for unit in ("FLOPs", "seconds"))
         assert in_seconds == pytest.approx(factor * in_flops, rel=0.02)
     rows = tables["S"]
     # kda ends before softmax; gated_delta is between its annealed points then.
