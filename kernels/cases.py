@@ -277,6 +277,11 @@ def run(case: Case, implementation: str | None) -> Callable[[], dict[str, np.nda
 
 def output_shapes(case: Case) -> Arrays:
     """Shapes and dtypes of the outputs of every implementation."""
+    return _output_shapes(case, jax.config.jax_enable_x64)
+
+
+@functools.cache
+def _output_shapes(case: Case, x64: bool) -> Arrays:
     return jax.eval_shape(lambda inputs: case.call(REFERENCE, **inputs), case.make_shapes())
 
 

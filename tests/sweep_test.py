@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import sample
 import sweep
 from comparison.figures import check_names
 from comparison.runs import Run, load_run
-from comparison.study import grid, load_study
+from comparison.study import Variation, grid, load_study
 from configs.schema import Config
 from lra import tasks
 from support.errors import ConfigError
@@ -700,11 +700,11 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
     study = load_study("studies/images.py")
     (tmp_path / "mnist").mkdir()
 
-    def planned(*finished: Run) -> list[plan.PlannedRun]:
-        return [plan.plan_run(study.path, run, tmp_path) for run in
-                study.runs(True, finished, data_dir=str(tmp_path / "mnist"))]
+    def runs_after(*finished: Run) -> Sequence[Variation]:
+        return study.runs(True, finished, data_dir=str(tmp_path / "mnist"))
 
-    def finished(run: plan.PlannedRun, bits: float) -> Run:
+    def finished(variation: Variation, bits: float) -> Run:
+        run = plan.plan_run(study.path, variation, tmp_path)
         assert run.config.data.source == str(tmp_path / "mnist")  # pyright: ignore[reportOptionalMemberAccess]
         folder = set_run_fields(write_run(run.folder), run)
         write_lines(folder, [line | {"bits_per_dimension": bits} for line in read_lines(folder)])
@@ -713,18 +713,19 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
         return load_run(folder)
 
     best = {"softmax": "0.003", "chunked": "0.003", "gated": "0.03", "kda": "0.01", "hybrid-kda": "0.003"}
-    first = planned()
+    first = runs_after()
     assert len(first) == 20
     runs = [finished(run, 0.9 if run.name in {f"mnist-{arm}-{rate}-seed-0" for arm, rate in best.items()} else 1.0)
             for run in first]
     # A higher rate may be better for gated.
-    (higher,), seeds = [[run for run in planned(*runs)[20:] if run.name.endswith(end)] for end in ("0", ("1", "2"))]
+    following = runs_after(*runs)[20:]
+    (higher,), seeds = [[run for run in following if run.name.endswith(end)] for end in ("0", ("1", "2"))]
     assert higher.name == "mnist-gated-0.1-seed-0"
     assert not any("gated" in run.name for run in seeds)
     runs.append(finished(higher, 0.95))
     for bits in (math.nan, 0.95):
         runs[-1].val.points["bits_per_dimension"][-1] = bits
-        assert [run.name for run in planned(*reversed(runs))[21:]] == [
+        assert [run.name for run in runs_after(*reversed(runs))[21:]] == [
             f"mnist-{arm}-{rate}-seed-{seed}" for seed in (1, 2) for arm, rate in best.items()]
     test = study.figures(runs)[-1]
     assert {row[0]: row[4] for row in test.rows} == {

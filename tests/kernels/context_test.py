@@ -96,29 +96,30 @@ OPS = ("linear", "linear_channels", "delta", "delta_channels", "delta_kernel", "
 """The last mesh splits the two heads of softmax attention; the others add heads of zeros."""
 
 
-def compute(*cases: tuple) -> list[dict]:
-    return several_devices.printed(SCRIPT, json.dumps(cases), devices=4)
+WITHOUT_DECAY = ("window7", "window40", "convolution")
+TRAFFIC = [op for op in OPS if op not in ("softmax", "window40", "delta_kernel")]
 
 
-@pytest.mark.parametrize(("op", "segments", "decays"), [
-    ("linear", True, True),
-    *(pytest.param(op, segments, decays, marks=pytest.mark.thorough) for op in OPS
-      for segments, decays in ((True, True), (False, False), (True, False))
-      if (op, segments, decays) != ("linear", True, True)
-      and not (decays and op.startswith(("window", "convolution")))  # they have no decay
-      and not (op == "delta_kernel" and not decays)
-      and not (op.endswith("_channels") and not decays))])  # slow when interpreted
-def test_outputs_states_and_gradients_are_those_of_one_device(op, segments, decays):
-    expected, *split = compute(*((sizes, op, 64, segments, decays) for sizes in (ONE, *MESHES)))
-    for sizes, found in zip(MESHES, split, strict=True):
-        for actual, want in zip(found["results"], expected["results"], strict=True):
-            error = np.sqrt(np.mean(np.subtract(actual, want) ** 2) / np.mean(np.square(want)))
-            assert error < 1e-5, (sizes, error)  # sums in another order
+def cases_of(op: str) -> list[tuple[bool, bool]]:
+    """Whether there are segments and decays."""
+    if op in WITHOUT_DECAY:
+        return [(True, False), (False, False)]
+    return [(True, True)] if op == "delta_kernel" or op.endswith("_channels") else [(True, True), (False, False)]
 
 
-@pytest.mark.parametrize("op", [
-    op if op == "linear" else pytest.param(op, marks=pytest.mark.thorough)
-    for op in OPS if op not in ("softmax", "window40", "delta_kernel")])
-def test_the_traffic_does_not_grow_with_the_context(op):
-    short, long = compute((MESHES[0], op, 256, False, False), (MESHES[0], op, 1024, False, False))
-    assert 0 < long["moved"] == short["moved"]
+# One process for all cases of an op, because each imports JAX.
+@pytest.mark.parametrize("op", [op if op == "linear" else pytest.param(op, marks=pytest.mark.thorough) for op in OPS])
+def test_results_are_those_of_one_device_and_the_traffic_does_not_grow_with_the_context(op):
+    cases = cases_of(op)
+    asked = [(sizes, op, 64, *case) for case in cases for sizes in (ONE, *MESHES)]
+    asked += [(MESHES[0], op, context, False, False) for context in (256, 1024) if op in TRAFFIC]
+    found = iter(several_devices.printed(SCRIPT, json.dumps(asked), devices=4))
+    for case in cases:
+        expected = next(found)["results"]
+        for sizes in MESHES:
+            for actual, want in zip(next(found)["results"], expected, strict=True):
+                error = np.sqrt(np.mean(np.subtract(actual, want) ** 2) / np.mean(np.square(want)))
+                assert error < 1e-5, (sizes, case, error)  # sums in another order
+    if op in TRAFFIC:
+        short, long = (each["moved"] for each in found)
+        assert 0 < long == short

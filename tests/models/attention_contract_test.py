@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.test_util import check_grads
 
 from models import attention
 from models.attention.self_attention import LayerCache, SelfAttention
@@ -58,7 +57,9 @@ SMALL = {"bigbird": {"block_size": 3, "random_blocks": 2}, "local": {"block_size
 """Modes whose pieces then end inside of blocks."""
 
 
+@functools.cache
 def build(mode: str, **options) -> SelfAttention:
+    """A new layer, which all tests share."""
     module = attention.modes()[name_of(mode)]
     return module.Attention(module.Config(**VARIANTS.get(mode, {}) | options), heads=H, head_width=D, width=E,
                             max_length=ROOM, rngs=nnx.Rngs(3))
@@ -252,12 +253,13 @@ def test_padding_changes_nothing(mode):
 def test_segments_are_separate_sequences(mode):
     module = build(mode)
     layer, x = run(module), make_x()
-    cuts = range(0, T + 1, 50)
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
+    alone = jnp.where(segment_ids == 0, 0, -1)  # a segment, and padding in place of the others
     for causal in filter(module.supports_segments, masks(module)):
         packed = layer(x, segment_ids, causal=causal)
-        for start, end in itertools.pairwise(cuts):
-            assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
+        for start in range(0, T, 50):
+            expected = layer(jnp.roll(x, -start, axis=1), alone, causal=causal)
+            assert_close(packed[:, start:start + 50], expected[:, :50])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -311,10 +313,25 @@ def test_gradients_are_the_slopes(mode):
         segments = (jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40) if packed
                     else jnp.where(jnp.arange(70) < 60, 0, -1))
         segment_ids = segments[None].repeat(B, axis=0)
-        layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest).forward(
-            x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32), packed=packed)[0])
-        # Steps are small beside initial parameters of 0.02, which inputs of 20 amplify; check_grads' own tolerance.
-        check_grads(layer, (parameters, x), order=1, modes=["rev"], eps=1e-7)
+        random = np.random.default_rng(0)
+        weights_BTE, *directions = (jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape)), tree)
+                                    for tree in (x, parameters, x))
+
+        @jax.jit
+        def weighted_sum(parameters, x):
+            y_BTE, _ = nnx.merge(graph, parameters, rest).forward(
+                x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32), packed=packed)
+            return jnp.sum(weights_BTE * y_BTE)
+
+        # Small beside initial parameters of 0.02, which inputs of 20 amplify.
+        step, point, directions = 1e-7, (parameters, x), tuple(directions)
+        slope = jax.jit(jax.value_and_grad(weighted_sum, (0, 1)))
+        _, gradients = slope(*point)
+        ahead, behind = (slope(*jax.tree.map(lambda leaf, along, by=by: leaf + by * along, point, directions))[0]
+                         for by in (step / 2, -step / 2))
+        along = sum(jnp.vdot(gradient, direction) for gradient, direction in zip(
+            jax.tree.leaves(gradients), jax.tree.leaves(directions), strict=True))
+        assert float(ahead - behind) / step == pytest.approx(float(along), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.thorough
@@ -393,7 +410,7 @@ def test_shared_parameters_start_equal(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_parameter_declares_its_axes_and_whether_it_decays(mode):
     """Sharding and the optimizer follow the declaration: a parameter without one is named in an error."""
-    module = build(mode)
+    module = build.__wrapped__(mode)
     known = set(get_args(get_args(Axis)[0]))
     for declared in jax.tree.leaves(declarations(module)):
         assert set(declared.axes) - {None} <= known

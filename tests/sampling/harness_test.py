@@ -57,9 +57,14 @@ def harness(model) -> HarnessModel:
 
 def log_likelihood(model: GPT, tokens: list[int], scored: int) -> float:
     """Of the last tokens, from one loss of the model."""
-    targets_BT = jnp.array([[-1] * (len(tokens) - 1 - scored) + tokens[-scored:]])
-    x_BTE, _ = model.forward(jnp.array([tokens[:-1]]))
-    return -float(model.head.loss_sum(x_BTE, targets_BT))
+    padding = CONTEXT + 1 - len(tokens)
+    targets_T = [-1] * (len(tokens) - 1 - scored) + tokens[-scored:] + [-1] * padding
+    return -float(loss_sum(model, jnp.array([tokens[:-1] + [0] * padding]), jnp.array([targets_T])))
+
+
+@nnx.jit
+def loss_sum(model: GPT, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    return model.head.loss_sum(model.forward(tokens_BT)[0], targets_BT)
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:

@@ -64,23 +64,25 @@ def check(model: GPT, batch: int = 1) -> None:
     _, cache = jax.jit(lambda: model.forward(tokens_BT[:, :PROMPT], model.init_cache(batch, CONTEXT)))()
 
     @jax.jit
-    def plain(cache):
-        x_BTE, cache = model.forward(tokens_BT[:, PROMPT:PROMPT + 1], cache)
-        x_BTE, cache = model.forward(tokens_BT[:, PROMPT + 1:], cache)
+    def plain(tokens_BT, cache):
+        x_BTE, cache = model.forward(tokens_BT, cache)
         return model.logits(x_BTE)[:, 0], cache
 
-    expected = plain(cache)
+    def twice(step):
+        _, after = step(tokens_BT[:, PROMPT:PROMPT + 1], cache)
+        return step(tokens_BT[:, PROMPT + 1:], after)
+
+    expected = twice(plain)
     with as_on_a_gpu():
         graph, arrays = to_product_weights(model)
 
         @jax.jit
-        def fused(cache):
+        def fused(tokens_BT, cache):
             step = TokenStep.of(*from_product_weights(graph, arrays))
             assert step is not None
-            _, cache = step(tokens_BT[:, PROMPT:PROMPT + 1], cache)
-            return step(tokens_BT[:, PROMPT + 1:], cache)
+            return step(tokens_BT, cache)
 
-        found = fused(cache)
+        found = twice(fused)
     assert_close(found, expected, TOLERANCES[model.config.dtype])
 
 
