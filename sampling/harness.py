@@ -158,7 +158,11 @@ def load_tasks(names: Sequence[str], folder: Path | None = None) -> TaskManager:
         ConfigError: a task does not exist.
         DataError: its file or its data cannot be read, such as without a network.
     """
-    manager = TaskManager(include_path=None if folder is None else str(folder))
+    own = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
+    if own is not None and {*own.all_subtasks} >= {*names}:
+        manager = own  # it takes ten seconds to read the task files of the package, which groups and tags may name
+    else:
+        manager = TaskManager(include_path=None if folder is None else str(folder))
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.task_index, n=1)

@@ -146,7 +146,7 @@ def test_a_task_file_is_evaluated(tmp_path, monkeypatch, model, harness):
 
 def test_what_cannot_be_answered_is_refused(tmp_path, harness):
     with pytest.raises(ConfigError, match=r"no task 'hellaswagg'; perhaps you meant hellaswag"):
-        load_tasks(["hellaswagg"])
+        load_tasks(["hellaswagg"], tmp_path)
     (tmp_path / "missing.yaml").write_text(TASK.format(
         kind="multiple_choice", data=tmp_path / "none.jsonl", text="text", target="label", metrics="[{metric: acc}]"))
     with pytest.raises(DataError, match=r"task multiple_choice: its data cannot be read \(FileNotFoundError: "):
