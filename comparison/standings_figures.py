@@ -29,7 +29,7 @@ Speeds = Mapping[tuple[str, str, str, int], float]
 """Tokens a second by arm, rung, ``context`` (of training) or ``position`` (of sampling), and its value."""
 Standing = Mapping[tuple[str, str], Sequence[Run]]
 """Runs at the best rate, one for each seed, by arm and rung."""
-DIFFERENCE = ("minus softmax", "95 % interval", "significance")
+DIFFERENCE_HEADINGS = ("minus softmax", "95 % interval", "significance")
 """Headings of the cells of :func:`_difference`."""
 
 
@@ -105,14 +105,17 @@ def _seconds(arm: str, rung: str, found: Standing, speeds: Speeds) -> float:
 
 
 def gain_in_flops(arm: str, rung: str, found: Standing) -> str:
-    """How many times the FLOPs softmax with the same parts needs for the same loss; see :func:`_gain`."""
+    """How many times the FLOPs softmax with the same parts needs for the same loss, as text; see :func:`_gain`."""
     return _gain(arm, rung, found, lambda *at: _end(found[at], "flops"))
 
 
 def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float]) -> str:
     """How many times its compute softmax with the same parts needs for the loss of an arm, read between those sizes of
-    softmax that have at least as many seeds. It is that of the mean losses. The interval is of the logarithms of the
-    gains of the seeds, each of the losses of that seed; without one if that of a seed is beyond the range.
+    softmax that have at least as many seeds. *Beyond the range*, with a bound, if the loss is above or below all of
+    them.
+
+    The number is the gain of the mean losses. Its interval is that of the mean logarithm of the gains of the seeds,
+    each against softmax with the same seed; without one if one of these is outside of the sizes.
 
     Args:
         arm: of ``found``.
@@ -121,22 +124,26 @@ def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float
         cost: the FLOPs or the seconds of a run by arm and rung; NaN if unknown.
     """
     baseline, mine, runs = arm_of(arm).baseline, cost(arm, rung), found[arm, rung]
-    base = {cost(name, size): of_size for (name, size), of_size in found.items()
+    base = {cost(name, size): base_runs for (name, size), base_runs in found.items()
             if name == baseline and RUNGS[size].seeds >= RUNGS[rung].seeds}
     if baseline == arm or not base or not np.isfinite([mine, *base]).all():
         return "–"
-    if not np.isfinite(_loss(runs)):
+    loss = _loss(runs)
+    if not np.isfinite(loss):
         return "not finite"
-
-    def gain_of(runs: Sequence[Run], base: Mapping[float, Sequence[Run]]) -> float | None:
-        losses = {at: _loss(of_size) for at, of_size in base.items() if of_size}
-        return compute_equivalent_gain(mine, _loss(runs), losses)
-
-    if (gain := gain_of(runs, base)) is None:
-        return "beyond the range"
-    of_seeds = [gain_of([run], {at: [each for each in of_size if each.seed == run.seed]
-                                for at, of_size in base.items()}) for run in runs]
-    logs = [math.log(each) for each in of_seeds if each is not None]
+    losses = {at: base_loss for at, base_runs in base.items() if np.isfinite(base_loss := _loss(base_runs))}
+    gain = compute_equivalent_gain(mine, loss, losses)
+    if gain is None:
+        bound = ""
+        if losses and loss < min(losses.values()):
+            bound = f" (> {max(losses) / mine:.2f})"
+        elif losses and loss > max(losses.values()):
+            bound = f" (< {min(losses) / mine:.2f})"
+        return f"beyond the range{bound}"
+    seed_gains = [compute_equivalent_gain(mine, _loss([run]), {
+        at: _loss(same) for at, base_runs in base.items()
+        if (same := [each for each in base_runs if each.seed == run.seed])}) for run in runs]
+    logs = [math.log(each) for each in seed_gains if each is not None]
     interval = mean_interval(logs) if len(logs) == len(runs) else None
     return f"{gain:.2f}" + ("" if interval is None else f" ({interval_text(np.exp(interval), 2)})")
 
@@ -243,9 +250,9 @@ def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compa
         ("softmax with the same parts", baseline if baseline != arm else "–"),
         ("parameters", f"{runs[0].environment.get('parameters', 0):,}"),
         (equal_compute, _mean(equal)),
-        *zip(DIFFERENCE, _difference(of_equal, compared), strict=True),
+        *zip(DIFFERENCE_HEADINGS, _difference(of_equal, compared), strict=True),
         ("val loss", _mean(final)),
-        *zip(DIFFERENCE, _difference(of_final, compared), strict=True),
+        *zip(DIFFERENCE_HEADINGS, _difference(of_final, compared), strict=True),
         ("bits per byte", _number(float(np.mean([run.val.points["bits_per_byte"][-1] for run in runs])))),
         ("gain in FLOPs", gain_in_flops(arm, rung, found)),
         ("gain in seconds", _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds))),
@@ -346,7 +353,7 @@ def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
     return Figure(
         f"classes-{partition.replace(' ', '-')}", f"Loss by {partition}, minus that of softmax with the same parts",
         Axis("class", "category"), "difference in loss (nats per token)", lines,
-        ("attention", "rung", "class", "share", "loss", "of each seed", *DIFFERENCE),
+        ("attention", "rung", "class", "share", "loss", "of each seed", *DIFFERENCE_HEADINGS),
         tuple(each.row(max(1, compared[each.rung])) for each in rows),
         (f"Losses of the same tokens as those at {CONTEXT:,} tokens in the tables of the rungs, not as the val loss.",
          "Higher and lower: with a confidence of 95 % in all comparisons of a rung in this table together."), zero=True)

@@ -281,7 +281,7 @@ def output_shapes(case: Case) -> Arrays:
 
 
 @functools.cache
-def _output_shapes(case: Case, x64: bool) -> Arrays:
+def _output_shapes(case: Case, x64: bool) -> Arrays:  # x64 is part of the key: dtypes depend on it
     return jax.eval_shape(lambda inputs: case.call(REFERENCE, **inputs), case.make_shapes())
 
 

@@ -158,10 +158,9 @@ def load_tasks(names: Sequence[str], folder: Path | None = None) -> TaskManager:
         ConfigError: a task does not exist.
         DataError: its file or its data cannot be read, such as without a network.
     """
-    own = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
-    if own is not None and {*own.all_subtasks} >= {*names}:
-        manager = own  # it takes ten seconds to read the task files of the package, which groups and tags may name
-    else:
+    # It takes ten seconds to read the task files of the package. Groups and tags of the folder may name some of them.
+    manager = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
+    if manager is None or not {*names} <= {*manager.all_subtasks}:
         manager = TaskManager(include_path=None if folder is None else str(folder))
     for name in names:
         if name not in manager.task_index:

@@ -722,6 +722,7 @@ def test_images_that_are_given_are_compared_at_the_best_rate_of_each_attention(t
     (higher,), seeds = [[run for run in following if run.name.endswith(end)] for end in ("0", ("1", "2"))]
     assert higher.name == "mnist-gated-0.1-seed-0"
     assert not any("gated" in run.name for run in seeds)
+    assert plan.plan_run(study.path, seeds[0], tmp_path).config is not None
     runs.append(finished(higher, 0.95))
     for bits in (math.nan, 0.95):
         runs[-1].val.points["bits_per_dimension"][-1] = bits

@@ -10,6 +10,7 @@ import pytest
 from comparison import standings, standings_rows
 from comparison.curves import Curve
 from comparison.figures import Axis, Figure, Line, Point
+from comparison.runs import Run
 from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, expected, losses_of, places
 from comparison.standings_figures import figures, fits, gaps, standing
 from comparison.standings_page import BEGIN, END, with_tables
@@ -149,7 +150,7 @@ def test_the_tables_of_the_page(runs):
     lines = written.split("\nS, 0.8 million parameters outside of the embedding:\n\n")[1].splitlines()
     assert lines[2:5] == [
         "| `gated_delta` | 1.306 ± 0.003 | **−0.065 ± 0.002** | 1.280 ± 0.003 | **−0.054 ± 0.002** | "
-        "beyond the range | – | – | 146 |",
+        "beyond the range (> 1.24) | – | – | 146 |",
         "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | – | 4,114 |",
         "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | 0.61 (0.55 to 0.66) | "
         "12,346 | 0.250 | 146 |"]
@@ -164,25 +165,29 @@ def gain(cells: Mapping[str, str], unit: str) -> float:
     return float(cells[f"gain in {unit}"].partition(" ")[0])
 
 
+def with_more_loss(run: Run, more: float) -> Run:
+    return replace(run, val=replace(run.val, points=run.val.points | {"loss": run.val.points["loss"] + more}))
+
+
 def test_the_interval_of_a_gain_is_that_of_its_seeds(runs):
     found = standing(runs)
-    mine, *base = [found[key] for key in (("kda", "S"), ("softmax-parts", "XS"), ("softmax-parts", "S"))]
+    mine = [with_more_loss(run, 0.02 * run.seed) for run in found["kda", "S"]]
     gains = []
-    for runs_of_seed in zip(mine, *base, strict=True):
-        (own, *others), compute = [[run.val.points[name][-1] for run in runs_of_seed] for name in ("loss", "flops")]
-        at = np.interp(-own, [-loss for loss in others], np.log(compute[1:]))
+    for of_one_seed in zip(mine, found["softmax-parts", "XS"], found["softmax-parts", "S"], strict=True):
+        (loss, *losses), compute = [[run.val.points[name][-1] for run in of_one_seed] for name in ("loss", "flops")]
+        at = np.interp(-loss, [-each for each in losses], np.log(compute[1:]))
         gains.append(float(at - np.log(compute[0])))
     low, high = np.exp(mean_interval(gains))
 
-    def cell_of(runs: list) -> str:
-        (table,) = [figure for figure in figures(runs) if figure.name == "rung-S"]
+    def cell_of(mine: list[Run]) -> str:
+        changed = {run.name: run for run in mine}
+        (table,) = [figure for figure in figures([changed.get(run.name, run) for run in runs])
+                    if figure.name == "rung-S"]
         return {row[0]: row for row in table.rows}["kda"][table.headings.index("gain in FLOPs")]
 
-    assert cell_of(runs) == f"{np.exp(np.mean(gains)):.2f} ({low:.2f} to {high:.2f})"
-    # The mean of these seeds is within the sizes of softmax, but the last one has a lower loss than the larger size.
-    better = {"loss": mine[2].val.points["loss"] - 0.06}
-    lower = replace(mine[2], val=replace(mine[2].val, points=mine[2].val.points | better))
-    assert re.fullmatch(r"\d\.\d\d", cell_of([lower if run is mine[2] else run for run in runs]))
+    assert cell_of(mine) == f"{np.exp(np.mean(gains)):.2f} ({low:.2f} to {high:.2f})"
+    # The mean loss is between those of softmax, but the last seed is below its larger size.
+    assert re.fullmatch(r"\d\.\d\d", cell_of([*mine[:2], with_more_loss(mine[2], -0.1)]))
 
 
 def test_differences_gains_and_trends(runs):
@@ -193,13 +198,17 @@ def test_differences_gains_and_trends(runs):
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     # Between XS and S of softmax: M, which has one seed, is for the gains of M.
-    assert rows["gated_delta"]["gain in FLOPs"] == "beyond the range"
+    by_arm = {arm: found_runs[0].val.points["flops"][-1] for (arm, rung), found_runs in standing(runs).items()
+              if rung == "S"}
+    bound = by_arm["softmax-parts"] / by_arm["gated_delta"]
+    assert rows["gated_delta"]["gain in FLOPs"] == f"beyond the range (> {bound:.2f})"
     assert gain(rows["kda"], "FLOPs") < 1
     smallest = {row[0]: dict(zip(found["rung-XS"].headings, row, strict=True)) for row in found["rung-XS"].rows}
     assert gain(smallest["gated_delta"], "FLOPs") > 1
     assert rows["softmax-parts"]["gain in FLOPs"] == "–"
     largest = {row[0]: dict(zip(found["rung-M"].headings, row, strict=True)) for row in found["rung-M"].rows}
-    assert largest["gated_delta"]["gain in FLOPs"] == "beyond the range"
+    assert largest["gated_delta"]["gain in FLOPs"].startswith("beyond the range (> 1.")
+    assert smallest["kda"]["gain in FLOPs"].startswith("beyond the range (< 1.")
     assert gain(largest["kda"], "FLOPs") < 1
     verdicts = {row[0]: row[-1] for row in found["gap-against-size"].rows}
     assert verdicts == {"gated_delta": "no trend shown", "kda": "falls with size"}
@@ -246,7 +255,7 @@ def test_a_run_that_diverged_stays_in_and_the_figures_are_drawn(runs, diverged):
     classes = {row[:2] for row in found["classes-repeats-of-4-tokens"].rows}
     assert ((arm, rung) in classes) == (rung == "S")  # two seeds are left of S, none of M
     column = found["rung-XS"].headings.index("gain in FLOPs")
-    assert {row[0]: row[column] for row in found["rung-XS"].rows}["gated_delta"] != "beyond the range"
+    assert {row[0]: row[column] for row in found["rung-XS"].rows}["gated_delta"][0].isdigit()
 
 
 def test_a_study_whose_runs_have_just_begun_has_no_figure_of_them(runs):

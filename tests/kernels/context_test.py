@@ -97,14 +97,17 @@ OPS = ("linear", "linear_channels", "delta", "delta_channels", "delta_kernel", "
 
 
 WITHOUT_DECAY = ("window7", "window40", "convolution")
-TRAFFIC = [op for op in OPS if op not in ("softmax", "window40", "delta_kernel")]
+MEASURED = [op for op in OPS if op not in ("softmax", "window40", "delta_kernel")]
+"""Ops whose traffic is measured."""
 
 
 def cases_of(op: str) -> list[tuple[bool, bool]]:
-    """Whether there are segments and decays."""
+    """Whether the inputs have segments, and decays."""
     if op in WITHOUT_DECAY:
         return [(True, False), (False, False)]
-    return [(True, True)] if op == "delta_kernel" or op.endswith("_channels") else [(True, True), (False, False)]
+    if op == "delta_kernel" or op.endswith("_channels"):  # slow when interpreted; channels always have a decay
+        return [(True, True)]
+    return [(True, True), (True, False), (False, False)]
 
 
 # One process for all cases of an op, because each imports JAX.
@@ -112,7 +115,7 @@ def cases_of(op: str) -> list[tuple[bool, bool]]:
 def test_results_are_those_of_one_device_and_the_traffic_does_not_grow_with_the_context(op):
     cases = cases_of(op)
     asked = [(sizes, op, 64, *case) for case in cases for sizes in (ONE, *MESHES)]
-    asked += [(MESHES[0], op, context, False, False) for context in (256, 1024) if op in TRAFFIC]
+    asked += [(MESHES[0], op, context, False, False) for context in (256, 1024) if op in MEASURED]
     found = iter(several_devices.printed(SCRIPT, json.dumps(asked), devices=4))
     for case in cases:
         expected = next(found)["results"]
@@ -120,6 +123,6 @@ def test_results_are_those_of_one_device_and_the_traffic_does_not_grow_with_the_
             for actual, want in zip(next(found)["results"], expected, strict=True):
                 error = np.sqrt(np.mean(np.subtract(actual, want) ** 2) / np.mean(np.square(want)))
                 assert error < 1e-5, (sizes, case, error)  # sums in another order
-    if op in TRAFFIC:
+    if op in MEASURED:
         short, long = (each["moved"] for each in found)
         assert 0 < long == short

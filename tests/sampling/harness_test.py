@@ -130,7 +130,9 @@ def test_a_task_file_is_evaluated(tmp_path, monkeypatch, model, harness):
                         more="doc_to_choice: '{{choices}}'"),
              write_task(tmp_path, "loglikelihood_rolling", text="''", target="'{{text}}'",
                         metrics="[{metric: byte_perplexity}]")]
-    found = run_tasks(harness, load_tasks(names, tmp_path), names)
+    tasks = load_tasks(names, tmp_path)
+    assert "hellaswag" not in tasks.task_index  # reading all tasks of the package takes ten seconds
+    found = run_tasks(harness, tasks, names)
     bytes_ = [question["text"].encode() for question in QUESTIONS]
     total = sum(log_likelihood(model, [BYTES.eot_token, *text], len(text)) for text in bytes_)
     assert found["results"]["loglikelihood_rolling"]["byte_perplexity,none"] == pytest.approx(
@@ -140,8 +142,17 @@ def test_a_task_file_is_evaluated(tmp_path, monkeypatch, model, harness):
         scores = harness.loglikelihood(requests(*((question["text"], f" {x}") for x in question["choices"])), True)
         right += int(np.argmax([score for score, _ in scores])) == question["label"]
     assert found["results"]["multiple_choice"]["acc,none"] == right / 2
-    assert run_tasks(harness, load_tasks(names, tmp_path), names, limit=1)["n-samples"]["multiple_choice"][
+    assert run_tasks(harness, tasks, names, limit=1)["n-samples"]["multiple_choice"][
         "effective"] == 1
+
+
+@pytest.mark.thorough
+def test_a_group_in_the_folder_may_name_tasks_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    name = write_task(tmp_path, "loglikelihood_rolling", text="''", target="'{{text}}'",
+                      metrics="[{metric: byte_perplexity}]")
+    (tmp_path / "group.yaml").write_text(f"group: several\ntask: [{name}]\n")
+    assert "hellaswag" in load_tasks(["several"], tmp_path).task_index
 
 
 def test_what_cannot_be_answered_is_refused(tmp_path, harness):

@@ -33,19 +33,19 @@ def make_pairs() -> list[tuple[list[int], list[int]]]:
 
 @nnx.jit
 def forward(model: GPT, tokens_T: jax.Array, length: int | None = None) -> jax.Array:
-    """The logits (T, V); with a length those of the first tokens, the others being padding."""
+    """The logits (T, V); with a length, those of that many tokens before padding."""
     ids_BT = None if length is None else jnp.where(jnp.arange(len(tokens_T)) < length, 0, -1)[None]
     return model(tokens_T[None], ids_BT)[0]
 
 
 def expected(model: GPT, context: list[int], continuation: list[int]) -> Score:
-    text, places = [*context, *continuation], np.arange(len(context), len(context) + len(continuation))
+    text, positions = [*context, *continuation], np.arange(len(context), len(context) + len(continuation))
     padded_T = jnp.asarray(np.pad(text, (0, CONTEXT + 1 - len(text)))[:-1])
     if model.config.attention == ("reformer",):
-        rows = [forward(model, padded_T, length)[length - 1] for length in map(int, places)]
+        rows = [forward(model, padded_T, length)[length - 1] for length in map(int, positions)]
         logits_TV = np.asarray(rows, np.float64).reshape(-1, V)
     else:
-        logits_TV = np.asarray(forward(model, padded_T)[places - 1], np.float64)
+        logits_TV = np.asarray(forward(model, padded_T)[positions - 1], np.float64)
     log_p_TV = logits_TV - np.log(np.sum(np.exp(logits_TV), axis=1, keepdims=True))
     return Score(float(sum(log_p_TV[t, token] for t, token in enumerate(continuation))),
                  bool((logits_TV.argmax(axis=1) == continuation).all()))
