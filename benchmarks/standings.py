@@ -43,7 +43,7 @@ from models import gpt
 from models.parameters import count_parameters
 from support import json_files
 from support.command import note, status
-from support.errors import ConfigError
+from support.errors import ConfigError, LineargptError
 from support.files import write_text
 from training.accounting import flops_per_token
 from training.cli import DataFlags, load_config, parse_command_line
@@ -158,11 +158,17 @@ def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
 
 
 def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
-    """Tokens a second by arm, rung, ``context`` or ``position``, and its value; empty without ``SPEEDS``."""
-    if not (folder / SPEEDS).is_file():
-        return {}
+    """Tokens a second by arm, rung, ``context`` or ``position``, and its value, from the files ``SPEEDS``.
+
+    Raises:
+        LineargptError: the files are of several devices: times of one size are compared with those of another.
+    """
+    files = {path: json_files.read(path, dict[str, Any]) for path in sorted(folder.glob(SPEEDS))}
+    if len({file["device"] for file in files.values()}) > 1:
+        raise LineargptError("speeds of several devices: " + ", ".join(
+            f"{path} is of {file['device']}" for path, file in files.items()))
     return {(row["mode"], row["rung"], kind, row[kind]): row["tokens_per_second"]
-            for row in json_files.read(folder / SPEEDS, dict[str, Any])["rows"] for kind in ("context", "position")
+            for file in files.values() for row in file["rows"] for kind in ("context", "position")
             if row[kind] is not None and row["tokens_per_second"] is not None}
 
 

@@ -1,6 +1,6 @@
 """Speed of the arms of the standings: training at several contexts, and sampling after short and long texts.
 
-    python -m benchmarks.standings_speeds --json benchmarks/results/standings/S1/speeds.json
+    python -m benchmarks.standings_speeds --rungs XS --json benchmarks/results/standings/S1/speeds-XS.json
 
 At each context all arms of a rung take turns, so that they share the noise of the machine; figures are medians. A step
 has the tokens of the rung's, at least one sequence. Runs of the standings train under other load, so that their clocks

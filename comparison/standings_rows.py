@@ -34,8 +34,8 @@ from training.window_losses import WindowLosses
 FORMAT = 1
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "standings"
 """Has a folder for each standings."""
-SPEEDS = "speeds.json"
-"""File of benchmarks.standings_speeds, beside the rows."""
+SPEEDS = "speeds-*.json"
+"""Files of benchmarks.standings_speeds beside the rows, one for each size."""
 
 
 class Lines(TypedDict):
@@ -274,7 +274,7 @@ def read_row(path: Path) -> Row:
 
 def rows_of(folder: Path) -> dict[str, Row]:
     """The rows of a standings by their arm, in the order of the protocol."""
-    rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - {folder / SPEEDS})}
+    rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - set(folder.glob(SPEEDS)))}
     order = {arm: number for number, arm in enumerate(ARMS)}
     return dict(sorted(rows.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 

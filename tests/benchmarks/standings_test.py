@@ -21,7 +21,7 @@ from comparison.standings import Place
 from comparison.study import load_study
 from models.attention import gated
 from models.parameters import count_parameters
-from support.errors import ConfigError
+from support.errors import ConfigError, LineargptError
 from support.files import read_json
 from sweeps import plan
 from tests import small_run
@@ -253,8 +253,9 @@ def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, result
 
 def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, results: Path):
     (results / "gated_delta.json").write_text(json.dumps(row))
+    measured = results / "speeds-XS.json"
     assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",
-                                  "--repeats", "1", "--json", str(results / standings_rows.SPEEDS)]) == 0
+                                  "--repeats", "1", "--json", str(measured)]) == 0
     speeds = command.read_speeds(results)
     assert list(speeds) == [("gated_delta", "XS", "context", 64), ("gated_delta", "XS", "position", 8)]
     assert min(speeds.values()) > 0
@@ -264,6 +265,12 @@ def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, results: Pat
     assert {rung: [*arms] for rung, arms in by_rung.items()} == {"XS": ["gated_delta"]}
     command.draw(results)
     assert "a token after 8, ms" in (results / "figures" / "figures.md").read_text()
+    file = json.loads(measured.read_text())
+    (results / "speeds-S.json").write_text(json.dumps(file | {"rows": [each | {"rung": "S"} for each in file["rows"]]}))
+    assert [*command.read_speeds(results)] == [(arm, rung, *rest) for rung in ("S", "XS") for arm, _, *rest in speeds]
+    (results / "speeds-S.json").write_text(json.dumps(file | {"device": "abacus"}))
+    with pytest.raises(LineargptError, match=r"speeds-S\.json is of abacus, .*speeds-XS\.json is of "):
+        command.read_speeds(results)
 
 
 def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(results: Path):
@@ -271,7 +278,7 @@ def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(result
     command.PAGE.write_text(page.read_text())
     made = results / "S1"
     made.mkdir()
-    for path in folder.glob("*.json"):  # speeds.json too
+    for path in folder.glob("*.json"):  # the speeds too
         (made / path.name).write_bytes(path.read_bytes())
     command.draw(made)
     assert command.PAGE.read_text() == page.read_text()
