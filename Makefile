@@ -69,7 +69,7 @@ lint: $(venv)  ## ruff, import-linter and pyright
 	.venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
-gpu-check:  ## compile kernels and training steps for an H200, without one: 5 minutes on 2 cores, 3 GB of disk
+gpu-check:  ## compile kernels and training steps for an H200, without one: 8 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
 tpu-check:  ## compile kernels for five generations of TPUs, without one: 8 minutes of CPU time, 1.4 GB of disk

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import standings as command
 from benchmarks import standings_speeds
-from comparison import standings, standings_figures, standings_page, standings_rows
+from comparison import figures, standings, standings_figures, standings_page, standings_rows
 from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import Place
@@ -44,12 +44,16 @@ def row(whole) -> dict[str, Any]:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder of results, with a page of S1 in it. It stays if a test undoes its own patches."""
+    """An empty folder of results, with a page of S1 in it; pictures are empty files, as drawing them takes seconds.
+
+    It stays if a test undoes its own patches.
+    """
     page = tmp_path / "page.md"
     page.write_text(f"# S1\n\n{standings_page.BEGIN}\n| old |\n\n{standings_page.END}\nThe end.\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standings_rows, "RESULTS", tmp_path)
         patch.setattr(command, "PAGE", page)
+        patch.setattr(figures, "render", lambda figure, kind: b"")
         yield tmp_path
 
 
@@ -282,6 +286,8 @@ def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(result
         (made / path.name).write_bytes(path.read_bytes())
     command.draw(made)
     assert command.PAGE.read_text() == page.read_text()
+    assert {path.name for path in (made / "figures").iterdir()} == {
+        path.name for path in (folder / "figures").iterdir()}
     for name in ("figures.json", "figures.md"):
         assert (made / "figures" / name).read_text() == (folder / "figures" / name).read_text()
 

@@ -494,10 +494,9 @@ print(json.dumps({mode: [moved(mode.partition("+")[0], options, T) for T in (256
 
 @pytest.mark.thorough
 def test_devices_that_share_a_sequence_exchange_as_much_at_any_context():
-    """In the modes that say so, also with a short convolution."""
-    modes = {mode: VARIANTS.get(mode, {}) for mode in MODES
-             if attention.modes()[name_of(mode)].Attention.splits_context}
-    modes |= {"window": {"window": 32}}
-    assert {"chunked", "chunked+parts", "gated", "gated_delta", "linear", "performer", "power", "window"} <= set(modes)
+    """In the modes that say so, also with a short convolution, and with a decay of each channel."""
+    modes = {mode: {} for mode, module in attention.modes().items() if module.Attention.splits_context}
+    assert {"chunked", "gated", "gated_delta", "kda", "linear", "performer", "power", "window"} <= set(modes)
+    modes |= {"window": {"window": 32}} | {name: VARIANTS[name] for name in ("chunked+parts", "gated+channel")}
     for mode, (short, long) in several_devices.printed(TRAFFIC, json.dumps(modes), devices=4).items():
         assert 0 < short == long, mode

@@ -21,7 +21,7 @@ HALF = np.where(np.arange(T)[None] < np.array([[T], [T // 2]]), 0, -1).astype(np
 
 def build(mode: str, *, heads: int = H, **options: int) -> Any:
     module = attention.load(mode)
-    return module.Attention(module.Config(**options), heads=heads, head_width=D, width=heads * D, max_length=64,
+    return module.Attention(module.Config(**options), heads=heads, head_width=D, width=H * D, max_length=64,
                             rngs=nnx.Rngs(0))
 
 
