@@ -166,7 +166,7 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
     files = {path: json_files.read(path, dict[str, Any]) for path in sorted(folder.glob(SPEEDS))}
     if len({file["device"] for file in files.values()}) > 1:
         raise LineargptError("speeds of several devices: " + ", ".join(
-            f"{path} is of {file['device']}" for path, file in files.items()))
+            f"{path} is of {file['device']}" for path, file in files.items()) + "; measure all sizes on one")
     return {(row["mode"], row["rung"], kind, row[kind]): row["tokens_per_second"]
             for file in files.values() for row in file["rows"] for kind in ("context", "position")
             if row[kind] is not None and row["tokens_per_second"] is not None}
