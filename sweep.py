@@ -31,7 +31,7 @@ from comparison.study import Study, load_study, render_figures
 from comparison.wording import few
 from models import attention
 from support.command import output_stream, run_command, status
-from support.errors import FAILURE, ConfigError
+from support.errors import FAILURE, ConfigError, suggestion
 from support.files import write_text
 from support.flags import checked_flags, flags_by_field
 from sweeps import estimates, folder, processes
@@ -102,9 +102,10 @@ def part_of(options: Options, study: Study) -> dict[str, Any]:
         ConfigError: a row is neither an arm of the study nor a mode.
     """
     part = {name: tuple(value.split(",")) for name in ("rows", "rungs") if (value := getattr(options, name))}
+    names = dict.fromkeys([*study.arms, *attention.modes()])
     for row in part.get("rows", ()):
-        if row not in study.arms:
-            attention.load(row, "rows")
+        if row not in names:
+            raise ConfigError(f"--rows {row}: no such row{suggestion(row, names)}")
     return part | {f"data_{name}": value for name in ("dir", "source")
                    if (value := getattr(options.data, name)) is not None}
 

@@ -11,7 +11,8 @@ named. With ``--text NAME``, for runs on another text than that of S1, it is S1-
 files of rows, such as another's, and adds them: the configs, the corpus, steps, tokens, clocks, bytes, parameters and
 FLOPs of every run, that no rate or seed is missing, and that the attention gives the same output whatever tokens
 follow. A row that fails is refused: it is not written. Each command then draws the figures and tables of all rows
-again, from their files alone. For S1 it also writes the tables of docs/standings.md.
+again from their files, those of the speeds beside them, and the figures of studies/abilities.py. A file that has been
+damaged or changed since is named and left out. For S1 it also writes the tables of docs/standings.md.
 """
 
 import dataclasses
@@ -19,12 +20,13 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -57,6 +59,10 @@ FREE_FIELDS = ("mesh", "checkpoint", "logging", "data.source", "data.dir", "data
                "train.rows_per_device", "train.remat", "train.sample_every", "train.deterministic", "train.eval_every")
 """Fields of the config that a row's runs may choose: they depend on the machine, and change no more than the last bits
 of a loss. A checksum tells whether the text is the same."""
+MOST_LINES = 5
+"""Problems that are named of a row with more."""
+PARAMETER_NOISE = 0.05
+"""Deviation of the noise that is added to parameters to find out whether an attention is causal."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
 
@@ -80,35 +86,50 @@ def protocol_config(place: Place) -> Config:
 
 def expected_fields(place: Place) -> dict[str, Any]:
     """The fields of the config of a run of the protocol that a row must have."""
-    fields = flatten(groups_of(protocol_config(place).to_dict()))
+    # Runs that differ in these two share the command line, which takes a tenth of a second to read.
+    alike = dataclasses.replace(place, rate=standings.FIRST_RATES[0], seed=0)
+    fields = flatten(groups_of(protocol_config(alike).to_dict())) | {
+        "optimizer.learning_rate": place.rate, "train.seed": place.seed}
     return {name: value for name, value in fields.items()
             if not any(name == free or name.startswith(f"{free}.") for free in FREE_FIELDS)}
 
 
+class Work(NamedTuple):
+    """What the protocol alone sets of a run."""
+
+    parameters: int
+    flops_per_token: float
+    """Of training."""
+    state_bytes: int | None
+    """What decoding keeps after ``CONTEXT`` tokens; None for an attention without a cached decode."""
+
+
 @cache
-def work_of(rung: str, arm: str) -> tuple[int, float]:
-    """The parameters of an arm at a rung, and the FLOPs of training on a token."""
+def work_of(rung: str, arm: str) -> Work:
+    """The parameters, FLOPs and state of an arm at a rung."""
     config = protocol_config(Place(rung, arm, standings.FIRST_RATES[0], 0))
     parameters = count_parameters(abstract_model(config, BYTES.size))
     flops = flops_per_token(config.to_dict(), {"parameters": parameters, "vocabulary_size": BYTES.size})
     assert flops is not None
-    return parameters, flops
+    return Work(parameters, flops, standings_rows.state_bytes(config.to_dict()))
 
 
 def work_problems(row: Row) -> list[str]:
-    """What is wrong with the parameters and FLOPs of a row's runs."""
+    """What is wrong with the parameters, FLOPs and states of a row's runs."""
     found = []
     for entry in row["runs"]:
         place = Place.of(entry["name"])
         assert place is not None
-        parameters, flops = work_of(place.rung, place.arm)
-        if entry["parameters"] != parameters:
-            found.append(f"{place.name}: it has {entry['parameters']:,} parameters; expected {parameters:,}")
+        work = work_of(place.rung, place.arm)
+        if entry["parameters"] != work.parameters:
+            found.append(f"{place.name}: it has {entry['parameters']:,} parameters; expected {work.parameters:,}")
+        if entry["state_bytes"] != work.state_bytes:
+            found.append(f"{place.name}: its state has {entry['state_bytes']} bytes; expected {work.state_bytes}")
         for lines in (entry["val"], entry["annealed"]):
             for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
-                if not math.isclose(counted, tokens * flops):
+                if not math.isclose(counted, tokens * work.flops_per_token):
                     found.append(f"{place.name}: {counted / tokens:,.0f} FLOPs a token after {tokens:,.0f} tokens; "
-                                 f"expected {flops:,.0f}")
+                                 f"expected {work.flops_per_token:,.0f}")
     return found
 
 
@@ -117,6 +138,7 @@ def prefix_difference(config: str) -> float:
     """The largest difference in the logits before a token that later tokens make, of a new model of a config.
 
     A causal attention gives 0 but for rounding. The tokens differ behind places inside of chunks and at their ends.
+    Noise is added to the parameters, because those that start at 0, such as the kernels of a gate, would hide a part.
 
     Args:
         config: its groups as JSON text.
@@ -124,8 +146,10 @@ def prefix_difference(config: str) -> float:
     whole = Config.from_dict({"format": schema.FORMAT} | json.loads(config))
     in_float32 = gpt.resolve_config(dataclasses.replace(whole.model, dtype="float32"))
     model = make_model(dataclasses.replace(whole, model=in_float32), BYTES.size)
-    rng, ends = np.random.default_rng(0), (1, 63, 64, 129, 200, 319)
-    tokens_BT = np.tile(rng.integers(0, BYTES.size, 320), (1 + len(ends), 1))
+    rng, ends = np.random.default_rng(0), (1, 63, 64, 129, 200, 319, 512, standings.CONTEXT - 1)
+    nnx.update(model, jax.tree.map(
+        lambda x: x + jnp.asarray(rng.normal(0, PARAMETER_NOISE, x.shape), x.dtype), nnx.state(model, nnx.Param)))
+    tokens_BT = np.tile(rng.integers(0, BYTES.size, standings.CONTEXT), (1 + len(ends), 1))
     for row_T, end in zip(tokens_BT[1:], ends, strict=True):
         row_T[end:] = rng.integers(0, BYTES.size, len(row_T) - end)
     logits_BTV = np.asarray(nnx.jit(lambda model, tokens_BT: model(tokens_BT))(model, jnp.array(tokens_BT)))
@@ -134,7 +158,7 @@ def prefix_difference(config: str) -> float:
 
 
 def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
-    """What keeps a row from being accepted; see :func:`comparison.standings_rows.problems`.
+    """What keeps a row from being drawn; see :func:`comparison.standings_rows.problems`.
 
     Args:
         row: the row.
@@ -147,14 +171,13 @@ def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
                 if (place := Place.of(entry["name"])) is not None and place.arm == row["row"]
                 and place.name == entry["name"]}
-    found = standings_rows.problems(row, expected, corpus)
-    if not found:
-        found += work_problems(row)
-    if row["runs"] and not found:
-        worst = prefix_difference(json.dumps(row["runs"][0]["config"]))
-        if worst > PREFIX_TOLERANCE:
-            found.append(f"its attention sees later tokens: they change logits by {worst:.2g}")
-    return found
+    return standings_rows.problems(row, expected, corpus) or work_problems(row)
+
+
+def causality_problems(row: Row) -> list[str]:
+    """Whether the attention of a row without other problems sees later tokens."""
+    worst = prefix_difference(json.dumps(row["runs"][0]["config"]))
+    return [f"its attention sees later tokens: they change logits by {worst:.2g}"] if worst > PREFIX_TOLERANCE else []
 
 
 def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
@@ -167,44 +190,83 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
     if len({file["device"] for file in files.values()}) > 1:
         raise LineargptError("speeds of several devices: " + ", ".join(
             f"{path} is of {file['device']}" for path, file in files.items()) + "; measure all sizes on one")
-    return {(row["mode"], row["rung"], kind, row[kind]): row["tokens_per_second"]
-            for file in files.values() for row in file["rows"] for kind in ("context", "position")
-            if row[kind] is not None and row["tokens_per_second"] is not None}
+    speeds: dict[tuple[str, str, str, int], float] = {}
+    for path, file in files.items():
+        mine = {(row["mode"], row["rung"], kind, row[kind]): row["tokens_per_second"]
+                for row in file["rows"] for kind in ("context", "position")
+                if row[kind] is not None and row["tokens_per_second"] is not None}
+        if twice := sorted({rung for _, rung, *_ in mine.keys() & speeds.keys()}):
+            raise LineargptError(f"{path} has speeds of {', '.join(twice)} that another file has too; delete one")
+        speeds |= mine
+    return speeds
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draws the figures and tables of all rows of a folder, from their files alone; for S1 also those of its page."""
-    runs: list[Run] = [run for row in rows_of(folder).values() for run in runs_of(row)]
+def draw(folder: Path) -> bool:
+    """Draws the figures and tables of the rows of a folder; for S1 also those of its page.
+
+    Returns:
+        Whether all rows are in them: those with problems are named and left out.
+    """
+    rows, whole = rows_of(folder), True
+    runs: list[Run] = []
+    for arm, row in rows.items():
+        found = problems(row, [other for other in rows.values() if other is not row])
+        if row["standings"] != folder.name:
+            found = [f"the row is of standings {row['standings']}"]
+        if found:
+            _refuse(f"{folder / arm}.json", found, "not drawn")
+            whole = False
+        else:
+            runs += runs_of(row)
     if not runs:
-        return []
+        return whole
     speeds = read_speeds(folder)
     abilities = next((figure for figure in read_figures(ABILITIES) if figure.name == "abilities"), None)
     written = write_figures(standings_figures.figures(runs, speeds, abilities), folder / "figures")
     if folder.name == standings.VERSION:
         write_text(PAGE, standings_page.with_tables(PAGE.read_text(encoding="utf-8"), runs, speeds))
         written.append(PAGE)
-    return written
+    for path in written:
+        print(path)
+    return whole
 
 
-def add(rows: Sequence[Row]) -> list[str]:
-    """Writes the rows without problems; returns the problems of the others."""
-    refused = []
-    for row in rows:
+def _refuse(name: str, found: Sequence[str], consequence: str) -> None:
+    for line in found[:MOST_LINES]:
+        status(f"{name}: {line}")
+    more = f" for these and {len(found) - MOST_LINES} more" if len(found) > MOST_LINES else ""
+    status(f"{name}: {consequence}{more}")
+
+
+def add(rows: Mapping[str, Row]) -> bool:
+    """Writes the rows without problems; names those of the others.
+
+    Args:
+        rows: by their name in messages.
+
+    Returns:
+        Whether all have been written.
+    """
+    whole = True
+    for name, row in rows.items():
         folder = standings_rows.RESULTS / row["standings"]
         others = rows_of(folder)
         before = others.pop(row["row"], None)
         found = problems(row, [*others.values()])
         if before is not None and (lost := [rung for rung in before["rungs"] if rung not in row["rungs"]]):
             found.append(f"it lacks rung {', '.join(lost)} of {folder / row['row']}.json; delete that file first")
-        if found:
-            refused += [f"{row['row']}: {text}" for text in found]
+        if found := found or causality_problems(row):
+            _refuse(name, found, "not added")
+            whole = False
         else:
             folder.mkdir(parents=True, exist_ok=True)
             json_files.write(folder / f"{row['row']}.json", row)
-    return refused
+    return whole
 
 
 def measure(options: Options, results: report.Results) -> int:
+    if options.add is not None and options.check:
+        raise ConfigError("--add and --check are mutually exclusive")
     if options.text and options.add is None:
         raise ConfigError(f"--text {options.text}: expected --add too")
     if options.text and not options.text.replace("-", "").isalnum():
@@ -216,23 +278,19 @@ def measure(options: Options, results: report.Results) -> int:
         before = rows_of(standings_rows.RESULTS / name)
         losses = standings.losses_of([*itertools.chain(*map(runs_of, before.values())), *runs])
         arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
-        rows = [row_of(arm, runs, name, before.get(arm)) for arm in arms]
+        rows = {arm: row_of(arm, runs, name, before.get(arm)) for arm in arms}
         known = {*losses, *filter(None, (Place.of(path.name) for path in options.add.glob("*")))}
-        for row in rows:
-            begun = {place.rung for place in known if place.arm == row["row"]}
+        for arm, row in rows.items():
+            begun = {place.rung for place in known if place.arm == arm}
             for rung in [*standings.RUNGS][len(row["rungs"]):]:
-                if rung in begun and (why := standings.unfinished(rung, row["row"], losses)):
-                    note(f"{row['row']}: {why}; left out")
-        refused = add(rows)
+                if rung in begun and (why := standings.unfinished(rung, arm, losses)):
+                    note(f"{arm}: {why}; left out")
+        whole = add(rows)
     else:
-        refused = add([read_row(path) for path in options.check])
-    for line in refused:
-        status(line)
-    for folder in sorted(path for path in standings_rows.RESULTS.glob("*")
-                         if path.is_dir() and path.name.partition("-")[0] == standings.VERSION):
-        for path in draw(folder):
-            print(path)
-    return int(bool(refused))
+        whole = add({str(path): read_row(path) for path in options.check})
+    drawn = [draw(folder) for folder in sorted(standings_rows.RESULTS.glob("*"))
+             if folder.is_dir() and folder.name.partition("-")[0] == standings.VERSION]
+    return int(not (whole and all(drawn)))
 
 
 main = report.Benchmark(measure, "benchmarks.standings", Options)

@@ -42,9 +42,12 @@ class Corpus(NamedTuple):
     """Of its token files."""
     bytes_per_token: float
     """Of the val windows of an evaluation, whose tokens are the bytes of the text and the separators of documents."""
+    windows: str
+    """Checksum of the val windows of eval.py."""
 
 
-PYTHON_PACKAGES = Corpus("ddc6b5ab8de30c1b586be3a0eef59e709d2438669c9b2b770a4428fb2d93a320", 131_064 / 131_072)
+PYTHON_PACKAGES = Corpus("ddc6b5ab8de30c1b586be3a0eef59e709d2438669c9b2b770a4428fb2d93a320", 131_064 / 131_072,
+                         "8526924250261a1e")
 """The text of S1; standings of another, S1-NAME, have that of their first row."""
 
 
@@ -189,7 +192,7 @@ def places(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, flo
     arms, rungs = list(arms), list(rungs)
     for rung in rungs:
         if rung not in RUNGS:
-            raise ConfigError(f"rungs: no rung {rung!r} that is run; expected {', '.join(RUNGS)}")
+            raise ConfigError(f"rungs: no rung {rung!r}; expected {', '.join(RUNGS)}")
     found: list[Place] = []
     for before, name in itertools.pairwise([None, *RUNGS]):
         if name not in rungs:
@@ -262,6 +265,9 @@ def losses_of(runs: Iterable[Run]) -> dict[Place, float]:
 def unfinished(rung: str, arm: str, losses: Mapping[Place, float]) -> str:
     """Why a rung of an arm is not finished; empty if it is."""
     if best_rate(rung, arm, losses) is None:
-        return f"rung {rung} is not finished: its rate has not been found"
+        before = [*RUNGS][:[*RUNGS].index(rung)]
+        waits = next((name for name in before if unfinished(name, arm, losses)), None)
+        return f"rung {rung} is not finished: " + (f"it follows from {waits}" if waits else
+                                                   "its rate has not been found")
     missing = [place.name for place in places([arm], [rung], losses) if place not in losses]
     return f"rung {rung} is not finished: {', '.join(missing)} missing" if missing else ""

@@ -243,7 +243,7 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
 def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compared: int,
               equal_compute: str) -> list[tuple[str, str]]:
     """The headings and cells of an arm."""
-    arm, runs, baseline, state = each.arm, each.runs, arm_of(each.arm).baseline, state_bytes(each.runs[0])
+    arm, runs, baseline, state = each.arm, each.runs, arm_of(each.arm).baseline, state_bytes(each.runs[0].config)
     (equal, final), (of_equal, of_final) = each.losses, each.differences
     return [
         ("attention", arm),
@@ -380,8 +380,8 @@ def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:
     """The mean loss at another context, of eval.py; None where a seed lacks it, or its loss is not finite."""
-    losses = [entry["loss"] for run in runs for entry in run.evaluations if entry["context"] == context]
-    return float(np.mean(losses)) if len(losses) == len(runs) and None not in losses else None
+    losses = [next((entry["loss"] for entry in run.evaluations if entry["context"] == context), None) for run in runs]
+    return None if None in losses else float(np.mean(losses))
 
 
 def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:

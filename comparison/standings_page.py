@@ -64,7 +64,7 @@ def _cells(rung: str, each: ArmAtRung, compared: int, found: Standing, speeds: S
               for cell in (_plus_minus(mine), _bold_if_significant(minus, compared))]
     training = speeds.get((each.arm, rung, "context", CONTEXT))
     sampling = speeds.get((each.arm, rung, "position", SAMPLED_AT))
-    state = state_bytes(each.runs[0])
+    state = state_bytes(each.runs[0].config)
     return [f"`{each.arm}`", *losses, gain_in_flops(each.arm, rung, found),
             "–" if training is None else f"{training:,.0f}", "–" if sampling is None else f"{1e3 / sampling:.3f}",
             "–" if state is None else f"{state / 1024:,.0f}"]

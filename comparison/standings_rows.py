@@ -2,9 +2,10 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -28,7 +29,8 @@ from comparison.standings import (
 from configs.schema import flatten
 from support import json_files
 from support.errors import LineargptError
-from support.json_files import FileName, Natural
+from support.json_files import Count, Digits, Duration, FileName, Natural
+from training import accounting
 from training.window_losses import WindowLosses
 
 FORMAT = 1
@@ -36,18 +38,48 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "standings"
 """Has a folder for each standings."""
 SPEEDS = "speeds-*.json"
 """Files of benchmarks.standings_speeds beside the rows, one for each size."""
+MOST_FIELDS = 3
+"""Fields of a config that are named where more are wrong."""
 
 
 class Lines(TypedDict):
     """Val lines; null for a loss that is not finite, and for the time of lines that a run that diverged has not
     reached."""
 
-    step: list[float]
-    tokens: list[float]
-    flops: list[float]
-    train_seconds: list[float | None]
-    loss: list[float | None]
-    bits_per_byte: list[float | None]
+    step: list[Duration]
+    tokens: list[Duration]
+    flops: list[Duration]
+    train_seconds: list[Duration | None]
+    loss: list[Duration | None]
+    bits_per_byte: list[Duration | None]
+
+
+TokenClass = TypedDict("TokenClass", {"class": str, "share": Duration, "loss": Duration | None})
+"""A class of tokens."""
+
+
+class Partition(TypedDict):
+    """Classes that every token is in one of."""
+
+    partition: str
+    classes: list[TokenClass]
+
+
+class Evaluation(TypedDict):
+    """An evaluation of eval.py."""
+
+    context: Count
+    loss: Duration | None
+    token_classes: NotRequired[list[Partition]]
+    """With ``CONTEXT``."""
+
+
+class Windows(TypedDict):
+    """The mean loss of each window of an evaluation."""
+
+    checksum: str
+    """Of their tokens."""
+    loss: list[Duration | None]
 
 
 class Entry(TypedDict):
@@ -66,8 +98,9 @@ class Entry(TypedDict):
     state_bytes: Natural | None
     val: Lines
     annealed: Lines
-    evaluations: list[dict[str, Any]]
-    windows: dict[str, dict[str, Any]]
+    evaluations: list[Evaluation]
+    windows: dict[Digits, Windows]
+    """By context."""
 
 
 class Row(TypedDict):
@@ -136,7 +169,7 @@ def _entry(run: Run) -> Entry:
         "devices": environment.get("devices"), "processor": environment.get("processor"),
         "versions": environment.get("versions"),
         "corpus_checksum": environment.get("corpus_checksum"), "parameters": environment["parameters"],
-        "state_bytes": state_bytes(run), "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
+        "state_bytes": state_bytes(run.config), "val": _lines(run.val.points), "annealed": _lines(run.annealed.points),
         "evaluations": evaluations, "windows": windows}
 
 
@@ -145,10 +178,10 @@ def _without_folder(text: str) -> str:
     return Path(text).name if text.startswith(("/", "~")) else text
 
 
-def state_bytes(run: Run) -> int | None:
+def state_bytes(config: dict[str, Any]) -> int | None:
     """Bytes that decoding keeps after ``CONTEXT`` tokens; None for an attention without a cached decode."""
     try:
-        return run.state_bytes
+        return accounting.state_bytes(config)
     except NotImplementedError:
         return None
 
@@ -164,11 +197,11 @@ def _rounded(values: np.ndarray, digits: int = 15) -> list[float | None]:
 
 
 def corpus_of(row: Row) -> Corpus | None:
-    """The text of a row by its first finite loss; None without one."""
+    """The text of a row by its first evaluated run; None without one."""
     for entry in row["runs"]:
         for loss, bits in zip(entry["val"]["loss"], entry["val"]["bits_per_byte"], strict=False):
-            if loss and bits and entry["corpus_checksum"]:
-                return Corpus(entry["corpus_checksum"], loss / math.log(2) / bits)
+            for windows in entry["windows"].values() if loss and bits and entry["corpus_checksum"] else ():
+                return Corpus(entry["corpus_checksum"], loss / math.log(2) / bits, windows["checksum"])
     return None
 
 
@@ -180,8 +213,8 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus
         expected: the fields of the config of each run that this version of the protocol starts, by name.
         corpus: the text of the standings.
     """
-    if row["standings"].partition("-")[0] != VERSION:
-        return [f"the row is of standings {row['standings']}; expected {VERSION}"]
+    if not re.fullmatch(rf"{VERSION}(-[A-Za-z0-9-]+)?", row["standings"]):
+        return [f"the row is of standings {row['standings']}; expected {VERSION}, or {VERSION}-TEXT for another text"]
     if corpus is None:
         return ["it has no finished rung with a finite loss"]
     entries = {entry["name"]: entry for entry in row["runs"]}
@@ -189,62 +222,91 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus
               for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
     found = [f"{name} is {row[name]}; expected {value}" for name, value in _described(row["row"]).items()
              if row[name] != value]
+    if row["standings"] != VERSION and corpus.checksum == PYTHON_PACKAGES.checksum:
+        found.append(f"the row is of standings {row['standings']}, but its text is that of {VERSION}")
     if len(entries) < len(row["runs"]):
         found.append("a run is there twice")
-    found += [f"{place.name}: it is not of the row {row['row']}" for place in losses if place.arm != row["row"]]
+    if others := [place.name for place in losses if place.arm != row["row"]]:
+        return [*found, *(f"{name}: it is not of the row {row['row']}" for name in others)]
+    classes: dict[str, _ClassShares] = {}
     for name, entry in entries.items():
         found += [f"{name}: {text}" for text in _entry_problems(name, entry, expected.get(name), corpus)]
+        if shares := _class_shares(entry):
+            classes[name] = shares
+    first = next(iter(classes), "")
+    found += [f"{name}: its classes of tokens are not those of {first}" for name in classes
+              if classes[name] != classes[first]]
+    found += [f"{a.name} and {b.name} have the same val loss" for a, b in itertools.combinations(losses, 2)
+              if a.seed != b.seed and losses[a] == losses[b] < math.inf]
+    if found:  # the rest may follow from these
+        return found
     if not row["rungs"]:
-        found.append(unfinished("XS", row["row"], losses))
-    elif row["rungs"] != [*RUNGS][:len(row["rungs"])]:
-        found.append(f"it has the rungs {', '.join(row['rungs'])}; expected {', '.join(RUNGS)}, or the first of them")
-    elif missing := [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]:
-        found += missing
-    else:
-        wanted = {place.name for rung in row["rungs"] for place in places([row["row"]], [rung], losses)}
-        found += [f"{name}: the protocol has no such run at {', '.join(row['rungs'])}" for name in entries
-                  if name not in wanted]
-    return found
+        return [unfinished("XS", row["row"], losses) or "it has no rungs, but XS is finished"]
+    if row["rungs"] != [*RUNGS][:len(row["rungs"])]:
+        return [f"it has the rungs {', '.join(row['rungs'])}; expected {', '.join(RUNGS)}, or the first of them"]
+    if missing := [why for rung in row["rungs"] if (why := unfinished(rung, row["row"], losses))]:
+        return missing
+    wanted = {place.name for rung in row["rungs"] for place in places([row["row"]], [rung], losses)}
+    return [f"{name}: the protocol has no such run at {', '.join(row['rungs'])}" for name in entries
+            if name not in wanted]
+
+
+_ClassShares = list[tuple[str, str, float]]
+
+
+def _class_shares(entry: Entry) -> _ClassShares:
+    """Partition, name and share of each class of tokens."""
+    return [(partition["partition"], each["class"], each["share"]) for one in entry["evaluations"]
+            for partition in one.get("token_classes", ()) for each in partition["classes"]]
 
 
 def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None, corpus: Corpus) -> list[str]:
     if expected is None:
         return [f"standings {VERSION} has no such run"]
-    found = []
+    found = [f"it does not state its {each}" for each in ("devices", "versions", "commit", "command")
+             if not entry[each]]
     if entry["corpus_checksum"] != corpus.checksum:
         found.append(f"the corpus has the checksum {entry['corpus_checksum']}; expected {corpus.checksum}, that of "
                      f"{'python-packages' if corpus is PYTHON_PACKAGES else 'the other runs'}")
     fields = flatten(entry["config"])
-    found += [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
-              if fields.get(each) != value]
-    place = Place.of(name)
-    if place is not None and not place.check and entry["val"]["loss"] and entry["val"]["loss"][-1] is not None:
-        contexts = {one["context"] for one in entry["evaluations"]}
-        found += [f"its evaluation at {context:,} tokens is missing" for context in (CONTEXT, *LONGER)
-                  if context not in contexts]
-        if not any(one.get("token_classes") for one in entry["evaluations"] if one["context"] == CONTEXT):
-            found.append(f"its losses by class of the tokens at {CONTEXT:,} tokens are missing")
-        windows = len(entry["windows"].get(str(CONTEXT), {}).get("loss", ()))
-        if windows != WINDOWS:
-            found.append(f"it has the losses of {windows} val windows; expected {WINDOWS}")
-        if any(None in one["loss"] for one in entry["windows"].values()):
-            found.append("the losses of val windows are not finite, but the val loss is")
+    wrong = [f"{each} is {fields.get(each)}; expected {value}" for each, value in expected.items()
+             if fields.get(each) != value]
+    found += wrong[:MOST_FIELDS]
+    if len(wrong) > MOST_FIELDS:
+        found.append(f"{len(wrong) - MOST_FIELDS} other fields are not those of the protocol")
+    found += _line_problems(entry, expected, corpus)
+    place, losses = Place.of(name), entry["val"]["loss"]
+    if place is not None and not place.check and losses and losses[-1] is not None:
+        found += _evaluation_problems(entry, corpus)
+    return found
+
+
+def _line_problems(entry: Entry, expected: Mapping[str, Any], corpus: Corpus) -> list[str]:
+    """Of the val and annealed lines of a run."""
+    found = []
     val, annealed = entry["val"], entry["annealed"]
+    for lines in (val, annealed):
+        if len({len(lines[column]) for column in Lines.__annotations__}) > 1:
+            return ["its lines are not whole"]
     steps = expected["train.steps"]
-    if max(val["step"], default=0) != steps:
-        found.append(f"it ends at step {max(val['step'], default=0):.0f}; expected {steps}")
+    end = val["step"][-1] if val["step"] else 0
+    if end != steps:
+        found.append(f"it ends at step {end:.0f}; expected {steps}")
+    if any(after <= before for before, after in itertools.pairwise(val["step"])):
+        found.append("its val lines are not in the order of their steps")
     wanted = [round(steps * part) for part in expected["train.anneal_at"][:-1]]
     if [*map(int, annealed["step"])] != wanted:
         found.append(f"its annealed points are at steps {annealed['step']}; expected {wanted}")
     tokens = expected["train.batch_size"] * expected["model.context"]
+    ends_finite = bool(val["loss"]) and val["loss"][-1] is not None
     for lines in (val, annealed):
-        if len({len(lines[column]) for column in Lines.__annotations__}) > 1:
-            found.append("its lines are not whole")
-            continue
-        for step, count, loss, bits in zip(lines["step"], lines["tokens"], lines["loss"], lines["bits_per_byte"],
-                                           strict=True):
+        for step, count, seconds, loss, bits in zip(
+                *(lines[column] for column in ("step", "tokens", "train_seconds", "loss", "bits_per_byte")),
+                strict=True):
             if count != step * tokens:
                 found.append(f"{count:.0f} tokens at step {step:.0f}; expected {step * tokens:.0f}")
+            if seconds is None and ends_finite:  # only a run that diverged may not have reached a line
+                found.append(f"it has no training time at step {step:.0f}")
             if loss is None:  # it diverged
                 continue
             if not bits:
@@ -255,8 +317,49 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None,
                 found.append(f"bits per byte at step {step:.0f} count {counted:.10f} bytes of val for a token; "
                              f"expected {corpus.bytes_per_token:.10f}")
         clock = [seconds for seconds in lines["train_seconds"] if seconds is not None]
-        if any(after <= before for before, after in itertools.pairwise(clock)) or min(clock, default=1) <= 0:
-            found.append("its clock runs backwards")
+        if any(after <= before for before, after in itertools.pairwise([0, *clock])):
+            found.append(f"its training times do not increase: {', '.join(f'{seconds:g}' for seconds in clock)}")
+    return found
+
+
+def _evaluation_problems(entry: Entry, corpus: Corpus) -> list[str]:
+    """Of the evaluations of a run."""
+    found = []
+    for context in (CONTEXT, *LONGER):
+        mine = [one for one in entry["evaluations"] if one["context"] == context]
+        if len(mine) != 1:
+            found.append(f"its evaluation at {context:,} tokens is {'there twice' if mine else 'missing'}")
+            continue
+        windows = entry["windows"].get(str(context), Windows(checksum="", loss=[]))
+        losses, loss, number = windows["loss"], mine[0]["loss"], WINDOWS * CONTEXT // context
+        if len(losses) != number:
+            found.append(f"it has the losses of {len(losses)} val windows of {context:,} tokens; expected {number}")
+        elif windows["checksum"] != corpus.windows:
+            found.append(f"its val windows of {context:,} tokens have the checksum {windows['checksum']}; expected "
+                         f"{corpus.windows}")
+        # A longer context than that of training can have a loss that is not finite.
+        elif loss is None or None in losses:
+            if context == CONTEXT:
+                found.append("the losses of val windows are not finite, but the val loss is")
+        elif not math.isclose(float(np.mean(np.array(losses, float))), loss, rel_tol=1e-6):
+            found.append(f"its loss at {context:,} tokens is {loss}, but the mean of its windows "
+                         f"{np.mean(np.array(losses, float)):.7f}")
+        if context == CONTEXT:
+            found += _class_problems(mine[0])
+    return found
+
+
+def _class_problems(evaluation: Evaluation) -> list[str]:
+    """Of the losses by class of the tokens."""
+    partitions = evaluation.get("token_classes")
+    if not partitions:
+        return [f"its losses by class of the tokens at {CONTEXT:,} tokens are missing"]
+    found = []
+    for partition in partitions:
+        share_C, loss_C = (np.array([each[column] for each in partition["classes"]], float)
+                           for column in ("share", "loss"))
+        if not np.allclose([share_C.sum(), share_C @ loss_C], np.array([1, evaluation["loss"]], float), rtol=1e-6):
+            found.append(f"its losses by {partition['partition']} do not add up to that of all tokens")
     return found
 
 

@@ -1,11 +1,21 @@
 """Errors whose message is for the user, and the exit codes of the commands."""
 
+import difflib
+from collections.abc import Iterable
+
 USAGE = 2
 """Exit code of a command line that cannot be run."""
 FAILURE = 1
 """Exit code of a failure."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that is most like it, and all of them."""
+    known = [*known]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{f'; perhaps you meant {close[0]}' if close else ''}; expected one of {', '.join(known)}"
 
 
 class ConfigError(ValueError):

@@ -610,7 +610,7 @@ def test_more_runs_than_gpus_share_them(made: SweptStudy, monkeypatch, capsys):
     (["--index", "0", "--run", "a"], "--index and --run are mutually exclusive"),
     (["--parallel", "0"], "expected at least 1"),
     (["--rows", "linear"], "study.py has its own attentions"),
-    (["--rows", "linear,chunkd"], "rows chunkd: no such mode; perhaps you meant chunked"),
+    (["--rows", "linear,chunkd"], "--rows chunkd: no such row; perhaps you meant chunked"),
 ])
 def test_flags_that_cannot_be_meant(made: SweptStudy, capsys, flags: list[str], message: str):
     assert message in made.refused(capsys, *flags)

@@ -4,7 +4,6 @@ Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2020. Im
 nor a network; data are downloaded or generated when a task is loaded.
 """
 
-import difflib
 import hashlib
 import importlib
 import pkgutil
@@ -15,7 +14,7 @@ from types import ModuleType
 import numpy as np
 
 from data.labelled import Dataset, Split
-from support.errors import ConfigError
+from support.errors import ConfigError, suggestion
 
 
 def names() -> tuple[str, ...]:
@@ -59,9 +58,7 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
 
 def _module(task: str) -> ModuleType:
     if task not in names():
-        close = difflib.get_close_matches(task, names(), n=1)
-        perhaps = f"; perhaps you meant {close[0]}" if close else ""
-        raise ConfigError(f"data.task: no task {task!r}{perhaps}; expected one of {', '.join(names())}")
+        raise ConfigError(f"data.task: no task {task!r}{suggestion(task, names())}")
     return importlib.import_module(f"{__name__}.{task}")
 
 

@@ -4,7 +4,6 @@ Files without ``Config`` and ``Attention`` are helpers.
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib
 from pathlib import Path
@@ -15,7 +14,7 @@ from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
 from models.attention.layer_options import LayerOptions
-from support.errors import ConfigError
+from support.errors import ConfigError, suggestion
 
 
 @functools.cache
@@ -34,9 +33,7 @@ def load(name: str, field: str = "model.attention") -> ModuleType:
         ConfigError: there is none.
     """
     if name not in modes():
-        close = difflib.get_close_matches(name, modes(), n=1)
-        perhaps = f"; perhaps you meant {close[0]}" if close else ""
-        raise ConfigError(f"{field} {name}: no such mode{perhaps}; expected one of {', '.join(modes())}")
+        raise ConfigError(f"{field} {name}: no such mode{suggestion(name, modes())}")
     return modes()[name]
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def entry(row: dict[str, Any], name: str = "S-gated_delta-0.004-seed-1") -> dict
     return next(each for each in row["runs"] if each["name"] == name)
 
 
+def another_seed(one: dict[str, Any]) -> dict[str, Any]:
+    """The run with seed 7, which the protocol does not have."""
+    other = copy.deepcopy(one) | {"name": "S-gated_delta-0.004-seed-7"}
+    other["config"]["train"]["seed"] = 7
+    for name in ("loss", "bits_per_byte"):
+        other["val"][name][-1] *= 1.01
+    return other
+
+
 def test_variants_have_equal_parameters_or_state():
     def parameters(arm: str) -> int:
         return count_parameters(abstract_model(command.protocol_config(Place("S", arm, 1e-3, 0)), 257))
@@ -79,6 +89,10 @@ def test_a_whole_row_is_accepted(row):
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda row: row.update(standings="S2"), "the row is of standings S2; expected S1"),
+    (lambda row: row.update(standings="S1-"), "the row is of standings S1-; expected S1, or S1-TEXT"),
+    (lambda row: row.update(standings="S1-books"), "of standings S1-books, but its text is that of S1"),
+    (lambda row: entry(row).update(commit=None), "it does not state its commit"),
+    (lambda row: entry(row).update(command=[]), "it does not state its command"),
     (lambda row: entry(row).update(corpus_checksum="ab"), "the corpus has the checksum ab"),
     (lambda row: row["runs"].remove(entry(row)), "rung S is not finished: S-gated_delta-0.004-seed-1 missing"),
     (lambda row: row["runs"].remove(entry(row, "M-gated_delta-0.002-seed-0")), "rung M is not finished"),
@@ -89,19 +103,37 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row)["val"]["step"].__setitem__(-1, 1919), "ends at step 1919; expected 1920"),
     (lambda row: entry(row)["val"].update({name: [] for name in entry(row)["val"]}), "it ends at step 0"),
     (lambda row: entry(row)["annealed"]["loss"].pop(), "its lines are not whole"),
-    (lambda row: entry(row)["annealed"]["step"].pop(), "its annealed points are at steps"),
+    (lambda row: [values.pop() for values in entry(row)["annealed"].values()], "its annealed points are at steps"),
     (lambda row: entry(row)["val"]["tokens"].__setitem__(-1, 10), "10 tokens at step 1920; expected 15728640"),
-    (lambda row: entry(row)["annealed"]["train_seconds"].reverse(), "its clock runs backwards"),
+    (lambda row: entry(row)["annealed"]["train_seconds"].reverse(), "do not increase: 96, 48"),
+    (lambda row: entry(row)["val"]["train_seconds"].__setitem__(-1, None), "it has no training time at step 1920"),
+    (lambda row: [values.insert(0, values[-1]) for values in entry(row)["val"].values()],
+     "its val lines are not in the order of their steps"),
     (lambda row: entry(row).update(name="S-gated_delta-0.004-seed-7") or entry(
         row, "S-gated_delta-0.004-seed-7")["config"]["train"].update(seed=7), "seed-1 missing"),
     (lambda row: entry(row).update(name="other"), "other: standings S1 has no such run"),
     (lambda row: entry(row)["evaluations"].pop(), "its evaluation at 16,384 tokens is missing"),
     (lambda row: entry(row)["evaluations"][0].pop("token_classes"), "its losses by class of the tokens at 1,024"),
-    (lambda row: entry(row)["windows"]["1024"]["loss"].pop(), "the losses of 127 val windows; expected 128"),
+    (lambda row: entry(row)["windows"]["1024"]["loss"].pop(), "the losses of 127 val windows of 1,024 tokens"),
+    (lambda row: entry(row)["windows"].pop("16384"), "the losses of 0 val windows of 16,384 tokens; expected 8"),
+    (lambda row: entry(row)["windows"]["4096"].update(checksum="ab"),
+     "its val windows of 4,096 tokens have the checksum ab; expected 8526924250261a1e"),
+    (lambda row: entry(row)["windows"]["1024"]["loss"].__setitem__(0, 0.5), "but the mean of its windows"),
+    (lambda row: entry(row)["evaluations"].append(entry(row)["evaluations"][1]), "evaluation at 4,096 tokens is there "
+     "twice"),
+    (lambda row: entry(row)["evaluations"][0]["token_classes"][0]["classes"].pop(),
+     "its losses by repeats of 4 tokens do not add up"),
+    (lambda row: entry(row)["evaluations"][0]["token_classes"][0].update(partition="code"),
+     "seed-1: its classes of tokens are not those of XS-gated_delta-0.004-seed-0"),
+    (lambda row: entry(row)["val"].update({name: entry(row, "S-gated_delta-0.004-seed-2")["val"][name] for name in (
+        "loss", "bits_per_byte")}), "S-gated_delta-0.004-seed-1 and S-gated_delta-0.004-seed-2 have the same val loss"),
+    (lambda row: entry(row)["config"].pop("optimizer"), " other fields are not those of the protocol"),
+    (lambda row: row.update(rungs=[]), "it has no rungs, but XS is finished"),
+    (lambda row: entry(row).update(state_bytes=1), "its state has 1 bytes; expected "),
     (lambda row: row["runs"].append(entry(row)), "a run is there twice"),
     (lambda row: row.update(rungs=["XS"]), "S-gated_delta-0.004-seed-1: the protocol has no such run at XS"),
     (lambda row: row.update(rungs=["XS", "M"]), "it has the rungs XS, M; expected XS, S, M, or the first of them"),
-    (lambda row: row["runs"].append(copy.deepcopy(entry(row)) | {"name": "S-gated_delta-0.004-seed-7"}),
+    (lambda row: row["runs"].append(another_seed(entry(row))),
      "S-gated_delta-0.004-seed-7: the protocol has no such run at XS, S, M"),
     (lambda row: entry(row).update(name="S-gated_delta-0.0040-seed-1"), "0.0040-seed-1: standings S1 has no such run"),
     (lambda row: entry(row).update(name="S-gated_delta-0.0.4-seed-1"), "0.0.4-seed-1: standings S1 has no such run"),
@@ -136,8 +168,9 @@ def test_a_run_that_stopped_as_it_diverged_counts_for_its_rate_and_its_seed():
     for place in (Place("XS", "gated_delta", 0.004, 0), Place("XS", "gated_delta", 0.008, 2)):
         (i,) = [i for i, run in enumerate(runs) if run.name == place.name]
         tokens = 300 * 4096
-        line = {"step": 300, "tokens": tokens, "flops": tokens * command.work_of("XS", "gated_delta")[1], "loss": 2.0,
-                "gradient_norm": np.nan, "train_seconds": 30.0}
+        flops = tokens * command.work_of("XS", "gated_delta").flops_per_token
+        line = {"step": 300, "tokens": tokens, "flops": flops, "loss": 2.0, "gradient_norm": np.nan,
+                "train_seconds": 30.0}
         train = Curve(points := {name: np.array([value], float) for name, value in line.items()}, points, 1)
         first = {name: values[:1] for name, values in runs[i].annealed.points.items()}  # at step 240
         stopped = dataclasses.replace(runs[i], train=train, val=Curve(), annealed=Curve(first, first, 1),
@@ -164,19 +197,25 @@ def test_a_byte_counted_twice_is_found(row):
     assert "count 0.9999465942 bytes of val for a token; expected 0.9999389648" in "; ".join(command.problems(row))
 
 
-def test_an_attention_that_sees_one_token_ahead_is_found(monkeypatch):
-    honest = gated.Attention.mix
+def leaking_mix(honest):
+    """0.01 of the next value is added to the output."""
+    return lambda self, q_BTHD, k_BTHD, v_BTHD, **others: honest(
+        self, q_BTHD, k_BTHD, v_BTHD, **others) + 0.01 * jnp.roll(v_BTHD, -1, axis=1)
 
-    def leak(self, q_BTHD, k_BTHD, v_BTHD, **others):
-        ahead_BTHD = jnp.concatenate([v_BTHD[:, 1:], v_BTHD[:, :1]], axis=1)
-        return honest(self, q_BTHD, k_BTHD, v_BTHD, **others) + 0.01 * ahead_BTHD
 
+def leaking_gate(honest):
+    """The output gate, which a new model has at 1, is of the next token."""
+    return lambda self, y_BTHD, x_BTE: honest(self, y_BTHD, jnp.roll(x_BTE, -1, axis=1))
+
+
+@pytest.mark.parametrize(("method", "leaking"), [("mix", leaking_mix), ("gated", leaking_gate)])
+def test_an_attention_that_sees_one_token_ahead_is_found(method, leaking, monkeypatch):
     row = standings_rows.row_of("gated", all_runs(("gated",)))
     command.prefix_difference.cache_clear()
-    assert command.problems(row) == []
-    monkeypatch.setattr(gated.Attention, "mix", leak)
+    assert command.causality_problems(row) == []
+    monkeypatch.setattr(gated.Attention, method, leaking(getattr(gated.Attention, method)))
     command.prefix_difference.cache_clear()
-    assert "its attention sees later tokens" in "; ".join(command.problems(row))
+    assert "its attention sees later tokens" in "; ".join(command.causality_problems(row))
     command.prefix_difference.cache_clear()
 
 
@@ -195,7 +234,9 @@ def test_a_row_is_checked_written_and_drawn(row, results: Path, capsys):
     given.write_text(json.dumps(row))
     (results / "S1" / "gated_delta.json").unlink()
     assert command.main(["--check", str(given)]) == 1
-    assert "gated_delta: rung M is not finished" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "theirs.json: rung M is not finished" in err
+    assert "theirs.json: not added" in err
     assert not (results / "S1" / "gated_delta.json").exists()
     given.write_text(json.dumps(row | {"row": "../elsewhere"}))
     assert command.main(["--check", str(given)]) == 1
@@ -205,6 +246,36 @@ def test_a_row_is_checked_written_and_drawn(row, results: Path, capsys):
     assert "theirs.json" in capsys.readouterr().err
     assert command.main(["--add", str(results)]) == 2
     assert "no finished runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda row: entry(row)["windows"]["1024"]["loss"].__setitem__(3, "x"), ".windows.1024.loss[3] is \"x\""),
+    (lambda row: entry(row)["windows"]["1024"].pop("checksum"), ".windows.1024.checksum is missing"),
+    (lambda row: entry(row)["evaluations"][1].pop("loss"), ".evaluations[1].loss is missing"),
+    (lambda row: entry(row)["evaluations"][0].update(token_classes=[1]), ".token_classes[0] is 1, expected an object"),
+    (lambda row: entry(row)["val"]["loss"].__setitem__(0, -1.0), ".val.loss[0] is -1.0"),
+    (lambda row: entry(row)["val"]["loss"].__setitem__(0, math.nan), ".val.loss[0] is NaN"),
+])
+def test_a_file_with_a_value_of_another_type_is_not_read(row, tmp_path, change, message):
+    change(row)
+    (tmp_path / "theirs.json").write_text(json.dumps(row))
+    with pytest.raises(LineargptError, match=re.escape(message)):
+        standings_rows.read_row(tmp_path / "theirs.json")
+
+
+def test_a_row_that_was_changed_since_is_named_and_not_drawn(row, results: Path, capsys):
+    folder = results / "S1"
+    folder.mkdir()
+    (folder / "kda.json").write_text(json.dumps(standings_rows.row_of("kda", all_runs(("kda",), ("XS",)))))
+    row["runs"].remove(entry(row))
+    (folder / "gated_delta.json").write_text(json.dumps(row))
+    assert command.main([]) == 1
+    err = capsys.readouterr().err
+    assert "gated_delta.json: rung S is not finished: S-gated_delta-0.004-seed-1 missing" in err
+    assert "gated_delta.json: not drawn" in err
+    tables = (folder / "figures" / "figures.md").read_text()
+    assert "kda" in tables
+    assert "gated_delta" not in tables
 
 
 def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, results: Path, capsys):
@@ -275,6 +346,9 @@ def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, results: Pat
     (results / "speeds-S.json").write_text(json.dumps(file | {"device": "abacus"}))
     with pytest.raises(LineargptError, match=r"speeds-S\.json is of abacus, .*speeds-XS\.json is of "):
         command.read_speeds(results)
+    (results / "speeds-S.json").write_text(json.dumps(file))
+    with pytest.raises(LineargptError, match=r"speeds-XS\.json has speeds of XS that another file has too"):
+        command.read_speeds(results)
 
 
 def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(results: Path):
@@ -309,7 +383,7 @@ def test_the_readme_has_the_figures_of_the_committed_rows():
 
 
 def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, results: Path, capsys):
-    books = {"checksum": "ab" * 32, "bytes_per_token": 0.999}
+    books = {"checksum": "ab" * 32, "bytes_per_token": 0.999, "windows": "ef"}
     monkeypatch.setattr(standings, "PYTHON_PACKAGES", standings.Corpus(**books))
     runs = {arm: all_runs((arm,), ("XS",)) for arm in ("softmax-parts", "gated_delta")}
     monkeypatch.undo()

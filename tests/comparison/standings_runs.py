@@ -34,26 +34,34 @@ def run_of(place: Place) -> Run:
     config, rung = groups_of(protocol_config(place).to_dict()), RUNGS[place.rung]
     steps, tokens = config["train"]["steps"], rung.batch_size * standings.CONTEXT
     ends = np.array([round(steps * part) for part in config["train"]["anneal_at"]], float)
-    parameters, flops_per_token = work_of(place.rung, place.arm)
+    work = work_of(place.rung, place.arm)
     loss = np.array([loss_of(place, each * tokens * 6.0 * rung.parameters) for each in ends])
-    lines = {"step": ends, "tokens": ends * tokens, "flops": ends * tokens * flops_per_token,
+    lines = {"step": ends, "tokens": ends * tokens, "flops": ends * tokens * work.flops_per_token,
              "train_seconds": ends * 0.1, "loss": loss,
              "bits_per_byte": loss / math.log(2) / standings.PYTHON_PACKAGES.bytes_per_token}
     end, before = ({name: values[part] for name, values in lines.items()} for part in (slice(-1, None), slice(0, -1)))
-    windows = loss[-1] + 0.2 * np.sin(np.arange(standings.WINDOWS))
-    tokens_N = np.full(standings.WINDOWS, standings.CONTEXT)
+    contexts = (standings.CONTEXT, *standings.LONGER)
+    of_context = {context: float(loss[-1]) * context / 1024 for context in contexts}
     return Run(place.name, Path(place.name), config, {
-        "corpus_checksum": standings.PYTHON_PACKAGES.checksum, "parameters": parameters,
+        "corpus_checksum": standings.PYTHON_PACKAGES.checksum, "parameters": work.parameters,
         "commit": "c0ffee", "devices": ["cpu"], "processor": "A CPU", "versions": {"jax": "0"},
         "command": ["train.py", "--run-dir", "/somewhere", "--data.dir", "/here", "--x"]},
         Curve(), Curve(end, end, 1), evaluations=[
-            {"corpus": "c", "context": context, "loss": float(loss[-1]) * context / 1024, "token_classes": [
+            {"corpus": "c", "context": context, "loss": of_context[context], "token_classes": [
                 {"partition": "repeats of 4 tokens", "classes": [
-                    {"class": "first", "share": 0.75, "loss": float(loss[-1]) * context / 1024 + 0.1},
-                    {"class": "repeat", "share": 0.25, "loss": float(loss[-1]) * context / 1024 - 0.3}]}]}
-            for context in (standings.CONTEXT, *standings.LONGER)],
-        window_losses={("c", standings.CONTEXT, "ab"): WindowLosses(windows * tokens_N, tokens_N)},
+                    {"class": "first", "share": 0.75, "loss": of_context[context] + 0.1},
+                    {"class": "repeat", "share": 0.25, "loss": of_context[context] - 0.3}]}]}
+            for context in contexts],
+        window_losses={("c", context, standings.PYTHON_PACKAGES.windows): _windows(context, of_context[context])
+                       for context in contexts},
         annealed=Curve(before, before, len(ends) - 1) if len(ends) > 1 else Curve())
+
+
+def _windows(context: int, mean: float) -> WindowLosses:
+    """Of the evaluation with a context: they differ, and have this mean."""
+    n = np.arange(standings.WINDOWS * standings.CONTEXT // context)
+    tokens_N = np.full(len(n), context)
+    return WindowLosses((mean + 0.2 * np.sin(n) - 0.2 * np.sin(n).mean()) * tokens_N, tokens_N)
 
 
 def all_runs(arms: Mapping[str, Any] | tuple[str, ...], rungs: tuple[str, ...] = ("XS", "S", "M")) -> list[Run]:

@@ -101,7 +101,7 @@ def test_runs_are_expected_after_some_that_diverged(diverged, best):
 
 
 @pytest.mark.parametrize(("rungs", "message"), [
-    (["L"], "no rung 'L' that is run; expected XS, S, M"), (["S"], "S follows from the rungs before")])
+    (["L"], "no rung 'L'; expected XS, S, M"), (["S"], "S follows from the rungs before")])
 def test_rungs_that_cannot_be_run(rungs, message):
     with pytest.raises(ConfigError, match=message):
         places(["kda"], rungs, {})
