@@ -380,8 +380,9 @@ def _abilities(grid: Figure | None, arms: Sequence[str]) -> list[Figure]:
 
 def _at_context(runs: Sequence[Run], context: int) -> float | None:
     """The mean loss at another context, of eval.py; None where a seed lacks it, or its loss is not finite."""
-    losses = [next((entry["loss"] for entry in run.evaluations if entry["context"] == context), None) for run in runs]
-    return None if None in losses else float(np.mean(losses))
+    loss_R = np.array([next((entry["loss"] for entry in run.evaluations if entry["context"] == context), None)
+                       for run in runs], float)
+    return float(loss_R.mean()) if np.isfinite(loss_R).all() else None
 
 
 def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:

@@ -153,10 +153,10 @@ def _described(arm: str) -> dict[str, Any]:
 
 def _entry(run: Run) -> Entry:
     environment = run.environment
-    evaluations = [{"context": one["context"], "loss": one["loss"]} | (
+    evaluations: list[Any] = [{"context": one["context"], "loss": one["loss"]} | (
         {"token_classes": one["token_classes"]} if one["context"] == CONTEXT and "token_classes" in one else {})
         for one in run.evaluations]
-    windows = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
+    windows: dict[str, Any] = {str(context): {"checksum": checksum, "loss": _rounded(each.loss_N / each.tokens_N, 7)}
                for (_, context, checksum), each in run.window_losses.items()}
     command = [_without_folder(str(word)) for word in environment.get("command") or ()]
     for flag in ("--run-dir", "--data.dir"):
@@ -199,9 +199,10 @@ def _rounded(values: np.ndarray, digits: int = 15) -> list[float | None]:
 def corpus_of(row: Row) -> Corpus | None:
     """The text of a row by its first evaluated run; None without one."""
     for entry in row["runs"]:
+        checksum, windows = entry["corpus_checksum"], next(iter(entry["windows"].values()), None)
         for loss, bits in zip(entry["val"]["loss"], entry["val"]["bits_per_byte"], strict=False):
-            for windows in entry["windows"].values() if loss and bits and entry["corpus_checksum"] else ():
-                return Corpus(entry["corpus_checksum"], loss / math.log(2) / bits, windows["checksum"])
+            if loss and bits and checksum and windows:
+                return Corpus(checksum, loss / math.log(2) / bits, windows["checksum"])
     return None
 
 
