@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import orjson
@@ -40,6 +40,9 @@ from support import json_files
 from support.errors import ConfigError
 from support.files import replacing
 from support.json_files import FileName, Finite
+
+if TYPE_CHECKING:
+    import matplotlib.axes
 
 GRID_COLOURS = "cividis"
 """A colour map that the colour-blind read like others."""
@@ -81,13 +84,14 @@ class Line:
     """Index of the point marked as the best; None: no mark."""
     published: str = ""
     """The source of published figures, whose points have no runs; empty for ours."""
-    fitted: bool = False
-    """Whether its points are of a fit; their intervals are its band."""
+    fitted: float | None = None
+    """Of a fit, whose intervals are its band: the end of the range that it was made from, beyond which it is an
+    extrapolation. None: measured."""
 
     @property
     def is_faint(self) -> bool:
         """Whether it has no runs, and is drawn with open markers."""
-        return bool(self.published) or self.fitted
+        return bool(self.published) or self.fitted is not None
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,15 @@ class Figure:
                                    "seeds": len(point.runs), "runs": point.runs} for point in line.points],
                        "best": None if line.best is None else line.points[line.best].x,
                        "published": line.published or None,
-                       **({"fitted": True} if line.fitted else {})} for line in self.lines],
+                       **({} if line.fitted is None else {"fitted": line.fitted})} for line in self.lines],
             "remarks": self.remarks, **({"grid": True} if self.grid else {}),
         }
+
+    @property
+    def checksum(self) -> str:
+        """Of what is drawn; pictures have it in their metadata."""
+        return json_files.checksum({"lines": self.as_dict()["lines"], "title": self.title, "x": self.x.title,
+                                    "x_axis": self.x.kind, "y": self.y})
 
     def as_markdown(self) -> str:
         table = [self.headings, ["---"] * len(self.headings), *self.rows] if self.rows else []
@@ -592,7 +602,7 @@ class _LineEntry(TypedDict):
     points: list[_PointEntry]
     best: Finite | str | None
     published: NotRequired[str | None]
-    fitted: NotRequired[bool]
+    fitted: NotRequired[Finite]
 
 
 class _FigureEntry(TypedDict):
@@ -635,7 +645,7 @@ def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
             json_files.check(point.x, kind, path, f"{field}.lines[{i}].points[{j}].x")
         best = next((j for j, point in enumerate(points) if point.x == line["best"]), None)
         lines.append(Line(line["label"], line["attention"], points, best, line.get("published") or "",
-                          line.get("fitted", False)))
+                          line.get("fitted")))
         rows += [(line["label"], value_text(point.x), number_text(point.y),
                   "–" if point.interval is None else interval_text(point.interval)) for point in points]
     return Figure(entry["name"], entry["title"], Axis(entry["x"], entry["x_axis"]), entry["y"], tuple(lines),
@@ -655,9 +665,10 @@ def check_names(figures: Sequence[Figure]) -> None:
 
 def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """Renders a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line,
-    open markers for published figures, and open markers on dashes for fits.
+    open markers for published figures. A fit is a thin line with a band, dashed where it is an extrapolation.
 
-    The output is deterministic. Categories of one point each are listed vertically.
+    The output is deterministic, and has the checksum of the figure in its metadata. Categories of one point each are
+    listed vertically.
     """
     if figure.grid:
         return _render_grid(figure, kind)
@@ -675,8 +686,10 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             x = [places[point.x] + shift if places else point.x for point in line.points]
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": own}
+            if line.fitted is not None:
+                _plot_fit(panel, line, own)
+                continue
             faint = {"fillstyle": "none", "alpha": 0.6} if line.is_faint else {}
-            style = DASHES["dash"][0] if line.fitted else style
             panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=marker,
                        markersize=6, **look, **faint)
             for at, point in zip(x, line.points, strict=True):
@@ -702,7 +715,16 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             legend_below(canvas, panel)
         elif figure.has_legend:
             panel.legend(frameon=False)
-        return saved(canvas, kind)
+        return saved(canvas, kind, figure.checksum)
+
+
+def _plot_fit(panel: "matplotlib.axes.Axes", line: Line, own: str) -> None:
+    x, y = np.array([(point.x, point.y) for point in line.points], float).T
+    low, high = np.array([point.interval or (point.y, point.y) for point in line.points], float).T
+    beyond = x >= line.fitted
+    panel.fill_between(x, low, high, color=own, alpha=0.15, linewidth=0)
+    panel.plot(x[x <= line.fitted], y[x <= line.fitted], label=plain(line.label), color=own, linewidth=0.8)
+    panel.plot(x[beyond], y[beyond], color=own, linewidth=0.8, linestyle=DASHES["dash"][0])
 
 
 def _render_grid(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
@@ -723,7 +745,7 @@ def _render_grid(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         panel.set_yticks(range(len(figure.lines)), [plain(line.label, 60) for line in figure.lines])
         panel.set(title=plain(figure.title))
         canvas.colorbar(image, ax=panel, label=plain(figure.y))
-        return saved(canvas, kind)
+        return saved(canvas, kind, figure.checksum)
 
 
 def _render_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
@@ -743,4 +765,4 @@ def _render_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         panel.margins(y=0.1)
         panel.set(title=plain(figure.title), xlabel=plain(figure.y), ylabel=plain(figure.x.title))
         panel.grid(color="#eceef1")
-        return saved(canvas, kind)
+        return saved(canvas, kind, figure.checksum)

@@ -77,7 +77,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
 
 def figure_payload(figure: Figure) -> dict[str, Any]:
     """A figure of a study, with the style of its lines."""
-    patterns = ["dash" if line.fitted else dash for line, dash in zip(
+    patterns = ["dash" if line.fitted is not None else dash for line, dash in zip(
         figure.lines, dashes([line.attention for line in figure.lines]), strict=True)]
     found = figure.as_dict()
     return found | {

@@ -129,10 +129,11 @@ def drawing(figsize: tuple[float, float]) -> "Iterator[matplotlib.figure.Figure]
         yield Figure(figsize=figsize, layout="constrained")
 
 
-def saved(canvas: "matplotlib.figure.Figure", kind: str) -> bytes:
-    """The figure as ``png`` or ``svg``; call it inside :func:`drawing`."""
+def saved(canvas: "matplotlib.figure.Figure", kind: str, description: str | None = None) -> bytes:
+    """The figure as ``png`` or ``svg``, with a description in its metadata; call it inside :func:`drawing`."""
     file = io.BytesIO()
-    canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    metadata = {"Description": description} | ({"Date": None} if kind == "svg" else {})
+    canvas.savefig(file, format=kind, dpi=150, metadata=metadata if description or kind == "svg" else None)
     return file.getvalue()
 
 

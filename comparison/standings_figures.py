@@ -60,7 +60,7 @@ def figures(runs: Sequence[Run], speeds: Speeds | None = None, abilities: Figure
     shown = [run for group in found.values() for run in group]
     if not shown:  # the quick form, or an unfinished search of rates
         shown = [run for run in runs if Place.of(run.name) is not None and run.val]
-    tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _costs(speeds), *_classes(found),
+    tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _stretches(found), _costs(speeds), *_classes(found),
               *_abilities(abilities, [arm for arm, _ in found]), _machines(found)]
     return [_against_compute(shown), *_trends(found), *_fits(found), *_fits(found, speeds),
             *(table for table in tables if table.rows)]
@@ -114,8 +114,8 @@ def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float
     softmax that have at least as many seeds. *Beyond the range*, with a bound, if the loss is above or below all of
     them.
 
-    The number is the gain of the mean losses. Its interval is that of the mean logarithm of the gains of the seeds,
-    each against softmax with the same seed; without one if one of these is outside of the sizes.
+    With its interval, the number is the geometric mean of the gains of the seeds, each against softmax with the same
+    seed. If one of these is outside of the sizes, or there is one seed, it is the gain of the mean losses.
 
     Args:
         arm: of ``found``.
@@ -145,7 +145,9 @@ def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float
         if (same := [each for each in base_runs if each.seed == run.seed])}) for run in runs]
     logs = [math.log(each) for each in seed_gains if each is not None]
     interval = mean_interval(logs) if len(logs) == len(runs) else None
-    return f"{gain:.2f}" + ("" if interval is None else f" ({interval_text(np.exp(interval), 2)})")
+    if interval is None:
+        return f"{gain:.2f}"
+    return f"{math.exp(np.mean(logs)):.2f} ({interval_text(np.exp(interval), 2)})"
 
 
 def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list[float]:
@@ -196,6 +198,18 @@ class ArmAtRung:
         """The same, minus those of softmax with the same parts."""
         equal, final = (by_seed(self.runs, self.baseline_runs, losses) for losses in (self._at_compute, _finals))
         return [*equal.values()], [*final.values()]
+
+    @property
+    def stretch_differences(self) -> list[np.ndarray]:
+        """By seed: the difference in each stretch of val at the end of training; see :func:`stretches`."""
+        base = {run.seed: stretches(run) for run in self.baseline_runs}
+        return [stretches(run) - base[run.seed] for run in self.runs
+                if run.seed in base and len(stretches(run)) == len(base[run.seed]) > 0]
+
+    @property
+    def median_differences(self) -> list[float]:
+        """By seed: the median over the stretches of val, which a single unusual document does not decide."""
+        return [float(np.median(each)) for each in self.stretch_differences]
 
     def _at_compute(self, runs: Sequence[Run]) -> list[float]:
         return _interpolated(runs, "flops", self.compute)
@@ -253,6 +267,8 @@ def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compa
         *zip(DIFFERENCE_HEADINGS, _difference(of_equal, compared), strict=True),
         ("val loss", _mean(final)),
         *zip(DIFFERENCE_HEADINGS, _difference(of_final, compared), strict=True),
+        *zip(("median stretch, minus softmax", *DIFFERENCE_HEADINGS[1:]),
+             _difference(each.median_differences, compared), strict=True),
         ("bits per byte", _number(float(np.mean([run.val.points["bits_per_byte"][-1] for run in runs])))),
         ("gain in FLOPs", gain_in_flops(arm, rung, found)),
         ("gain in seconds", _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds))),
@@ -260,7 +276,19 @@ def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compa
         *((f"at {context:,} tokens", "–" if (loss := _at_context(runs, context)) is None else number_text(loss))
           for context in (CONTEXT, *LONGER)),
         (f"state at {CONTEXT:,}, KiB", "–" if state is None else f"{state / 1024:,.0f}"),
+        ("learning rate", f"{place_of(runs[0]).rate:g}"),
         ("seeds", str(len(runs)))]
+
+
+def _stretches(found: Standing) -> Figure:
+    """The difference to softmax with the same parts in each stretch of val."""
+    rows = [(rung, each.arm, *(number_text(value) for value in np.mean(differences, axis=0)))
+            for rung in RUNGS for each in arms_at(rung, found) if (differences := each.stretch_differences)]
+    number = len(rows[0]) - 2 if rows else 0
+    return Figure("stretches", "Loss minus that of softmax with the same parts, by stretch of val", Axis(""), "", (),
+                  ("rung", "attention", *(f"stretch {n + 1}" for n in range(number))), tuple(rows),
+                  (f"Means over the seeds at {CONTEXT:,} tokens of context. A stretch has {max(LONGER):,} tokens in a "
+                   "row. Their mean is the difference of the losses at this context in the tables of the rungs.",))
 
 
 def _mean(losses: Sequence[float]) -> str:
@@ -430,12 +458,16 @@ def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:
         lengths, place = run.lengths, place_of(run)
         compute = lengths["flops"] if speeds is None else lengths["tokens"] / speeds[
             place.arm, place.rung, "context", CONTEXT]
-        windows_W = next((each.loss_N / each.tokens_N for (_, context, _), each in run.window_losses.items()
-                          if context == CONTEXT), np.empty(0))
-        # eval.py cuts them out of stretches of the longest context, whose windows are not independent.
-        stretches_W = windows_W.reshape(-1, max(LONGER) // CONTEXT).mean(axis=1)
-        found.append(Trained(place.rung, run.seed, compute, lengths["loss"], stretches_W))
+        found.append(Trained(place.rung, run.seed, compute, lengths["loss"], stretches(run)))
     return found
+
+
+def stretches(run: Run) -> np.ndarray:
+    """The mean loss at ``CONTEXT`` in each stretch of val that eval.py reads, as long as the longest context: their
+    windows are not independent. Empty without these losses."""
+    windows_W = next((each.loss_N / each.tokens_N for (_, context, _), each in run.window_losses.items()
+                      if context == CONTEXT), np.empty(0))
+    return windows_W.reshape(-1, max(LONGER) // CONTEXT).mean(axis=1)
 
 
 def fits(found: Standing, speeds: Speeds | None = None) -> dict[str, Fit]:
@@ -468,8 +500,8 @@ def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
                         tuple(f"{arm} {number}" for number in range(len(losses))))
                   for at, losses in sorted((at, [float(loss) for _, loss in of]) for at, of in by_compute.items())]
         law = [Point(float(at), float(each.law(at)), each.band(at), ())
-               for at in [*np.geomspace(low, high, 4), high * REACH**0.5, high * REACH]]
-        lines += [Line(arm, attention, tuple(points)), Line(f"{arm}, fit", attention, tuple(law), fitted=True)]
+               for at in [*np.geomspace(low, high, 9), *np.geomspace(high, high * REACH, 5)[1:]]]
+        lines += [Line(arm, attention, tuple(points)), Line(f"{arm}, fit", attention, tuple(law), fitted=high)]
         rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
                      _residuals(each), f"{low:.2g} to {high:.2g}",
                      f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))

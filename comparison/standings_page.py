@@ -25,7 +25,7 @@ BEGIN, END = "<!-- tables of python -m benchmarks.standings -->\n", "<!-- end of
 """Lines around the tables."""
 SAMPLED_AT = 8192
 """The position of the sampled token whose time is shown."""
-MINUS = "minus softmax with the same parts"
+MINUS = "minus softmax"
 
 
 def with_tables(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
@@ -50,9 +50,11 @@ def with_tables(text: str, runs: Sequence[Run], speeds: Speeds) -> str:
 
 def _table(rung: str, found: Standing, speeds: Speeds) -> str:
     arms = arms_at(rung, found)
-    headings = ("attention", equal_compute_heading(arms), MINUS, "val loss", MINUS, "gain in FLOPs",
-                "training, tokens/s", f"a token after {SAMPLED_AT:,}, ms", f"state at {CONTEXT:,}, KiB")
-    rows = [headings, ("---",) * 6 + ("---:",) * 3,
+    tokens = f"{RUNGS[rung].steps * RUNGS[rung].batch_size * CONTEXT:.2e}".replace("e+0", "e")
+    headings = ("attention", equal_compute_heading(arms), MINUS, f"loss after {tokens} tokens", MINUS,
+                f"median stretch, {MINUS}", "gain in FLOPs", "training, tokens/s", f"a token after {SAMPLED_AT:,}, ms",
+                f"state at {CONTEXT:,}, KiB")
+    rows = [headings, ("---",) * 7 + ("---:",) * 3,
             *(_cells(rung, each, count_compared(arms), found, speeds) for each in arms)]
     size = f"{rung}, {RUNGS[rung].parameters / 1e6:.1f} million parameters outside of the embedding"
     return "\n".join([f"{size}{', one seed' if RUNGS[rung].seeds == 1 else ''}:", "",
@@ -65,7 +67,8 @@ def _cells(rung: str, each: ArmAtRung, compared: int, found: Standing, speeds: S
     training = speeds.get((each.arm, rung, "context", CONTEXT))
     sampling = speeds.get((each.arm, rung, "position", SAMPLED_AT))
     state = state_bytes(each.runs[0].config)
-    return [f"`{each.arm}`", *losses, gain_in_flops(each.arm, rung, found),
+    return [f"`{each.arm}`", *losses, _bold_if_significant(each.median_differences, compared),
+            gain_in_flops(each.arm, rung, found),
             "–" if training is None else f"{training:,.0f}", "–" if sampling is None else f"{1e3 / sampling:.3f}",
             "–" if state is None else f"{state / 1024:,.0f}"]
 

@@ -364,6 +364,9 @@ def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(result
         path.name for path in (folder / "figures").iterdir()}
     for name in ("figures.json", "figures.md"):
         assert (made / "figures" / name).read_text() == (folder / "figures" / name).read_text()
+    for figure in figures.read_figures(folder / "figures"):  # pictures have the checksum of what they show
+        for path in (folder / "figures").glob(f"{figure.name}.*"):
+            assert figure.checksum.encode() in path.read_bytes(), path
 
 
 def test_the_committed_rows_have_the_flops_and_parameters_of_the_protocol():

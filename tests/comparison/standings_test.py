@@ -150,12 +150,12 @@ def test_the_tables_of_the_page(runs):
     lines = written.split("\nS, 0.8 million parameters outside of the embedding:\n\n")[1].splitlines()
     assert lines[2:5] == [
         "| `gated_delta` | 1.306 ± 0.003 | **−0.065 ± 0.002** | 1.280 ± 0.003 | **−0.054 ± 0.002** | "
-        "beyond the range (> 1.24) | – | – | 146 |",
-        "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | – | 4,114 |",
-        "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | 0.61 (0.55 to 0.66) | "
-        "12,346 | 0.250 | 146 |"]
+        "**−0.054 ± 0.002** | beyond the range (> 1.24) | – | – | 146 |",
+        "| `softmax-parts` | 1.371 ± 0.002 | – | 1.335 ± 0.002 | – | – | – | – | – | 4,114 |",
+        "| `kda` | 1.409 ± 0.004 | **0.038 ± 0.006** | 1.381 ± 0.004 | **0.046 ± 0.006** | **0.046 ± 0.006** | "
+        "0.61 (0.55 to 0.66) | 12,346 | 0.250 | 146 |"]
     assert "\nM, 3.1 million parameters outside of the embedding, one seed:\n" in written
-    assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | 0.66 | – | – | 292 |" in written
+    assert "| `kda` | 1.264 | 0.020 | 1.245 | 0.024 | 0.024 | 0.66 | – | – | 292 |" in written
     with pytest.raises(ConfigError, match="has no lines"):
         with_tables("before\nafter\n", runs, speeds)
 
@@ -193,7 +193,7 @@ def test_the_interval_of_a_gain_is_that_of_its_seeds(runs):
 def test_differences_gains_and_trends(runs):
     found = {figure.name: figure for figure in figures(runs)}
     assert list(found) == ["loss-against-FLOPs", "gap-against-size", "fits", "rung-XS", "rung-S", "rung-M",
-                           "classes-repeats-of-4-tokens", "machines"]
+                           "stretches", "classes-repeats-of-4-tokens", "machines"]
     rows = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
@@ -218,6 +218,23 @@ def test_differences_gains_and_trends(runs):
     assert {row[2] for row in found["gap-against-size"].rows} == {"XS, S"}
     by_size = gaps("kda", standing(runs))
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
+
+
+def test_a_stretch_of_val_that_differs_is_shown_and_does_not_move_the_median(runs):
+    (arm, rung), last = ("kda", "S"), slice(-16, None)  # of 1,024 tokens each
+    changed = {}
+    for run in standing(runs)[arm, rung]:
+        (key, windows), = [(key, each) for key, each in run.window_losses.items() if key[1] == 1024]
+        loss_N = windows.loss_N.copy()
+        loss_N[last] += 5 * windows.tokens_N[last]
+        changed[run.name] = replace(run, window_losses={**run.window_losses, key: windows._replace(loss_N=loss_N)})
+    for chosen, expected in ((runs, 0.05), ([changed.get(run.name, run) for run in runs], 5.05)):
+        found = {figure.name: figure for figure in figures(chosen)}
+        by_stretch = {row[:2]: [float(cell.replace("−", "-")) for cell in row[2:]] for row in found["stretches"].rows}
+        assert (len(by_stretch), len(by_stretch[rung, arm])) == (6, 8)
+        assert by_stretch[rung, arm] == pytest.approx([0.05] * 7 + [expected], abs=0.01)
+        cells = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
+        assert float(cells[arm]["median stretch, minus softmax"]) == pytest.approx(0.05, abs=0.01)
 
 
 def test_losses_by_class_are_of_all_arms_and_drawn_where_there_are_several_seeds(runs):
@@ -346,7 +363,7 @@ def test_fits_need_three_sizes(runs):
     assert found["softmax-parts"].law.exponent == pytest.approx(0.15, abs=0.03)
     figure = next(each for each in figures(runs) if each.name == "fits")
     measured, law = figure.lines[:2]
-    assert (measured.fitted, law.fitted) == (False, True)
+    assert (measured.fitted, law.fitted) == (None, measured.points[-1].x)
     assert [len(point.runs) for point in measured.points] == [3] * 6 + [1] * 3  # seeds, at three lengths of each size
     assert [point.interval is None for point in measured.points] == [False] * 6 + [True] * 3
     assert (law.points[0].x, law.points[-1].x) == pytest.approx((measured.points[0].x, 10 * measured.points[-1].x))
