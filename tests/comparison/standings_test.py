@@ -228,11 +228,11 @@ def test_a_stretch_of_val_that_differs_is_shown_and_does_not_move_the_median(run
         loss_N = windows.loss_N.copy()
         loss_N[last] += 5 * windows.tokens_N[last]
         changed[run.name] = replace(run, window_losses={**run.window_losses, key: windows._replace(loss_N=loss_N)})
-    for chosen, expected in ((runs, 0.05), ([changed.get(run.name, run) for run in runs], 5.05)):
+    for chosen, last_gap in ((runs, 0.05), ([changed.get(run.name, run) for run in runs], 5.05)):
         found = {figure.name: figure for figure in figures(chosen)}
         by_stretch = {row[:2]: [float(cell.replace("−", "-")) for cell in row[2:]] for row in found["stretches"].rows}
         assert (len(by_stretch), len(by_stretch[rung, arm])) == (6, 8)
-        assert by_stretch[rung, arm] == pytest.approx([0.05] * 7 + [expected], abs=0.01)
+        assert by_stretch[rung, arm] == pytest.approx([0.05] * 7 + [last_gap], abs=0.01)
         cells = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}
         assert float(cells[arm]["median stretch, minus softmax"]) == pytest.approx(0.05, abs=0.01)
 
