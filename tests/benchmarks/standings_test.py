@@ -377,12 +377,14 @@ def test_the_committed_rows_have_the_flops_and_parameters_of_the_protocol():
 def test_the_readme_has_the_figures_of_the_committed_rows():
     rows = standings_rows.rows_of(small_run.ROOT / "benchmarks" / "results" / "standings" / "S1")
     found = standings_figures.standing([run for row in rows.values() for run in standings_rows.runs_of(row)])
-    kda = [each for rung in standings.RUNGS for each in standings_figures.arms_at(rung, found) if each.arm == "kda"]
-    sizes = ", ".join(f"{standings.RUNGS[rung].parameters / 1e6:.1f}" for arm, rung in found if arm == "kda")
-    equal, final = (", ".join(f"{np.mean(differences):+.2f}".replace("-", "−") for differences in each)
-                    for each in zip(*(at_rung.differences for at_rung in kda), strict=True))
-    assert (f"| `kda` minus `softmax-parts`, [{sizes} million](docs/standings.md) | equal FLOPs {equal}; "
-            f"tokens {final} |\n") in (small_run.ROOT / "README.md").read_text()
+    equal = {(rung, each.arm): f"{np.mean(each.differences[0]):+.2f}".replace("-", "−")
+             for rung in standings.RUNGS for each in standings_figures.arms_at(rung, found) if each.differences[0]}
+    names = {"`gated`": "gated", "`gated_delta`": "gated_delta", "`kda`": "kda",
+             "three layers of `kda`, one of softmax": "hybrid-kda"}
+    sizes = [f"{rung.parameters / 1e6:.1f} million" for rung in standings.RUNGS.values()]
+    heading, *lines = (f"| {' | '.join(cells)} |" for cells in [["attention", *sizes], *(
+        [name, *(equal.get((rung, arm), "–") for rung in standings.RUNGS)] for name, arm in names.items())])
+    assert "\n".join([heading, "|---|---|---|---|", *lines, ""]) in (small_run.ROOT / "README.md").read_text()
 
 
 def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, results: Path, capsys):
