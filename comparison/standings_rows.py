@@ -370,7 +370,7 @@ def read_row(path: Path) -> Row:
     Raises:
         LineargptError: it is damaged, or of another format.
     """
-    row: Any = json_files.read(path, Row)
+    row: Any = json_files.read(path, Row, remedy="restore the file, or ask for it again")
     if row["format"] != FORMAT:
         raise LineargptError(f"{path}: format {row['format']}; this version of lineargpt reads {FORMAT}")
     return row
