@@ -351,8 +351,8 @@ def class_losses(found: Standing) -> dict[str, list[ClassAtRung]]:
             base = by_run.get((baseline, rung), {}) if baseline != arm else {}
             for partition, classes in next(iter(mine.values())).items():
                 for name, (share, _) in classes.items():
-                    own, of_base = ({seed: at[partition][name][1] for seed, at in runs.items()}
-                                    for runs in (mine, base))
+                    own, of_base = ({seed: at[partition][name][1] for seed, at in runs.items()
+                                     if name in at.get(partition, {})} for runs in (mine, base))
                     losses.setdefault(partition, []).append(ClassAtRung(
                         arm, rung, name, share, own, [own[seed] - of_base[seed] for seed in own if seed in of_base]))
     return losses

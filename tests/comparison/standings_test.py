@@ -253,6 +253,10 @@ def test_losses_by_class_are_of_all_arms_and_drawn_where_there_are_several_seeds
     assert [line.label for line in found.lines] == ["gated_delta, S", "kda, S"]
     few = [run for run in runs if not run.name.startswith("M-softmax")]
     assert len(next(each for each in figures(few) if each.name == found.name).rows) == len(found.rows) - 2
+    renamed = [replace(run, evaluations=[one | {"token_classes": [part | {"partition": "code"} for part in one[
+        "token_classes"]]} for one in run.evaluations]) if "softmax" in run.name else run for run in runs]
+    again = {row[:3]: row[3:] for row in next(each for each in figures(renamed) if each.name == found.name).rows}
+    assert again["gated_delta", "S", "repeat"] == (share, mean, of_seeds, "–", "–", "")
 
 
 @pytest.mark.parametrize("diverged", ["S-kda-0.004-seed-0", "S-kda-0.004-seed-1", "M-softmax-parts-0.002-seed-0"])
