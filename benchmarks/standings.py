@@ -212,7 +212,7 @@ def draw(folder: Path) -> bool:
     for arm, row in rows.items():
         found = problems(row, [other for other in rows.values() if other is not row])
         if row["standings"] != folder.name:
-            found = [f"the row is of standings {row['standings']}"]
+            found = [f"the row is of standings {row['standings']}, not {folder.name}"]
         if found:
             _refuse(f"{folder / arm}.json", found, "not drawn")
             whole = False

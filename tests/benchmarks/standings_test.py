@@ -326,29 +326,30 @@ def test_a_rung_is_added_to_a_row_by_runs_of_another_machine(monkeypatch, result
     assert add(all_runs((arm,), ("XS",)))[0]["rungs"] == ["XS"]
 
 
-def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(row, results: Path):
-    (results / "gated_delta.json").write_text(json.dumps(row))
-    measured = results / "speeds-XS.json"
+def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(results: Path):
+    folder = results / "S1"
+    folder.mkdir()
+    (folder / "gated_delta.json").write_text(json.dumps(standings_rows.row_of("gated_delta", all_runs(
+        ("gated_delta",), ("XS",)))))
+    measured = folder / "speeds-XS.json"
     assert standings_speeds.main(["--arms", "gated_delta", "--rungs", "XS", "--contexts", "64", "--positions", "8",
                                   "--repeats", "1", "--json", str(measured)]) == 0
-    speeds = command.read_speeds(results)
+    speeds = command.read_speeds(folder)
     assert list(speeds) == [("gated_delta", "XS", "context", 64), ("gated_delta", "XS", "position", 8)]
     assert min(speeds.values()) > 0
-    (results / "S1").mkdir()
-    (results / "S1" / "gated_delta.json").write_text(json.dumps(row | {"rungs": ["XS"]}))
     by_rung = standings_speeds.configs_of(standings_speeds.Options())
     assert {rung: [*arms] for rung, arms in by_rung.items()} == {"XS": ["gated_delta"]}
-    command.draw(results)
-    assert "a token after 8, ms" in (results / "figures" / "figures.md").read_text()
+    assert command.draw(folder)
+    assert "a token after 8, ms" in (folder / "figures" / "figures.md").read_text()
     file = json.loads(measured.read_text())
-    (results / "speeds-S.json").write_text(json.dumps(file | {"rows": [each | {"rung": "S"} for each in file["rows"]]}))
-    assert [*command.read_speeds(results)] == [(arm, rung, *rest) for rung in ("S", "XS") for arm, _, *rest in speeds]
-    (results / "speeds-S.json").write_text(json.dumps(file | {"device": "abacus"}))
+    (folder / "speeds-S.json").write_text(json.dumps(file | {"rows": [each | {"rung": "S"} for each in file["rows"]]}))
+    assert [*command.read_speeds(folder)] == [(arm, rung, *rest) for rung in ("S", "XS") for arm, _, *rest in speeds]
+    (folder / "speeds-S.json").write_text(json.dumps(file | {"device": "abacus"}))
     with pytest.raises(LineargptError, match=r"speeds-S\.json is of abacus, .*speeds-XS\.json is of "):
-        command.read_speeds(results)
-    (results / "speeds-S.json").write_text(json.dumps(file))
+        command.read_speeds(folder)
+    (folder / "speeds-S.json").write_text(json.dumps(file))
     with pytest.raises(LineargptError, match=r"speeds-XS\.json has speeds of XS that another file has too"):
-        command.read_speeds(results)
+        command.read_speeds(folder)
 
 
 def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(results: Path):
