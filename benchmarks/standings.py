@@ -124,7 +124,7 @@ def work_problems(row: Row) -> list[str]:
         if entry["parameters"] != work.parameters:
             found.append(f"{place.name}: it has {entry['parameters']:,} parameters; expected {work.parameters:,}")
         if entry["state_bytes"] != work.state_bytes:
-            found.append(f"{place.name}: its state has {entry['state_bytes']} bytes; expected {work.state_bytes}")
+            found.append(f"{place.name}: state_bytes is {entry['state_bytes']}; expected {work.state_bytes}")
         for lines in (entry["val"], entry["annealed"]):
             for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
                 if not math.isclose(counted, tokens * work.flops_per_token):
@@ -210,9 +210,10 @@ def draw(folder: Path) -> bool:
     rows, whole = rows_of(folder), True
     runs: list[Run] = []
     for arm, row in rows.items():
-        found = problems(row, [other for other in rows.values() if other is not row])
         if row["standings"] != folder.name:
             found = [f"the row is of standings {row['standings']}, not {folder.name}"]
+        else:
+            found = problems(row, [other for other in rows.values() if other is not row])
         if found:
             _refuse(f"{folder / arm}.json", found, "not drawn")
             whole = False

@@ -129,7 +129,7 @@ def test_a_whole_row_is_accepted(row):
         "loss", "bits_per_byte")}), "S-gated_delta-0.004-seed-1 and S-gated_delta-0.004-seed-2 have the same val loss"),
     (lambda row: entry(row)["config"].pop("optimizer"), " other fields are not those of the protocol"),
     (lambda row: row.update(rungs=[]), "it has no rungs, but XS is finished"),
-    (lambda row: entry(row).update(state_bytes=1), "its state has 1 bytes; expected "),
+    (lambda row: entry(row).update(state_bytes=1), "state_bytes is 1; expected "),
     (lambda row: row["runs"].append(entry(row)), "a run is there twice"),
     (lambda row: row.update(rungs=["XS"]), "S-gated_delta-0.004-seed-1: the protocol has no such run at XS"),
     (lambda row: row.update(rungs=["XS", "M"]), "it has the rungs XS, M; expected XS, S, M, or the first of them"),
