@@ -19,9 +19,9 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tu
 
     Student, "The probable error of a mean", 1908.
     """
-    if len(values) < 2 or not (deviation := float(np.std(values, ddof=1))):
+    if len(set(values)) < 2:
         return None
-    reach = student_quantile(confidence, len(values) - 1.0) * deviation / len(values) ** 0.5
+    reach = student_quantile(confidence, len(values) - 1.0) * float(np.std(values, ddof=1)) / len(values) ** 0.5
     return float(np.mean(values)) - reach, float(np.mean(values)) + reach
 
 
@@ -31,11 +31,11 @@ def welch_interval(a: Sequence[float], b: Sequence[float], confidence: float) ->
 
     Welch, "The generalization of 'Student's' problem when several different population variances are involved", 1947.
     """
+    if all(len(set(values)) < 2 for values in (a, b)):
+        return None
     difference = float(np.mean(a) - np.mean(b))
     several = [values for values in (a, b) if len(values) > 1]
-    variances = [float(np.var(values if len(values) > 1 else several[0], ddof=1)) for values in (a, b) if several]
-    if not sum(variances):
-        return None
+    variances = [float(np.var(values if len(values) > 1 else several[0], ddof=1)) for values in (a, b)]
     errors = [variance / len(values) for variance, values in zip(variances, (a, b), strict=True)]
     if len(several) == 1:
         freedom = len(several[0]) - 1.0

@@ -20,7 +20,8 @@ def test_the_interval_of_a_mean_is_students():
     # Of two values, 12.7062 times half their distance.
     assert mean_interval([1.0, 1.2]) == pytest.approx((1.1 - 1.27062, 1.1 + 1.27062), abs=1e-4)
     assert mean_interval([1.0]) is None
-    assert mean_interval([1.0, 1.0]) is None  # the same run again, not a spread of nothing
+    # The same run again, not a spread of nothing. The deviation of three tenths is rounded to 1e-17.
+    assert mean_interval([1.0, 1.0]) is mean_interval([0.1] * 3) is None
 
 
 def test_the_interval_is_welchs():
@@ -31,4 +32,5 @@ def test_the_interval_is_welchs():
     reach = student_quantile(0.95, 1) * (0.5 + 0.5 / 2) ** 0.5
     assert welch_interval([1.0], [2.0, 3.0], 0.95) == pytest.approx((-1.5 - reach, -1.5 + reach))
     assert welch_interval([1.0], [2.0], 0.95) is None
-    assert welch_interval([2.0, 2.0], [1.0, 1.0], 0.95) is None  # the same run again, not a spread of nothing
+    # The same run again, not a spread of nothing.
+    assert welch_interval([2.0, 2.0], [1.0, 1.0], 0.95) is welch_interval([0.1] * 3, [0.7] * 3, 0.95) is None
