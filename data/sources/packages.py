@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -49,15 +49,11 @@ def open_packages(selection: Selection) -> Source:
     return files_as_documents(PACKAGES, files, selection, state=state.hexdigest(), version=version, licence=LICENCE)
 
 
-def _installed(wanted: dict[str, str], folder: Path | None) -> dict[str, Distribution]:
+def _installed(wanted: Iterable[str], folder: Path | None) -> dict[str, Distribution]:
     """The wanted packages in a folder, or else in the environment."""
     path = sys.path if folder is None else [str(folder)]
-    found = {}
-    for each in importlib.metadata.distributions(path=path):
-        name = re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower()
-        if name in wanted:
-            found.setdefault(name, each)
-    return found
+    return {name: found for name in wanted
+            if (found := next(iter(importlib.metadata.distributions(name=name, path=path)), None)) is not None}
 
 
 def _sources(package: Distribution) -> Iterator[tuple[str, Path, str]]:

@@ -40,6 +40,11 @@ def test_sources_of_packages_in_order_once_each_without_tests(installed: Path):
     assert [text for _, text in documents("python-packages")] == [b"a = 1\n", b"b = 1\n"]
 
 
+def test_a_folder_that_an_installation_left_behind_is_ignored(installed: Path):
+    (installed / "two-2.0.dist-info").mkdir()
+    assert open_source("python-packages").state
+
+
 def test_packages_of_other_versions_are_named_with_where_to_install_them(installed: Path):
     packages.PINS.write_text("one==2.0 \\\n    --hash=sha256:00\ntwo==3.0\n")
     with pytest.raises(ConfigError, match=re.escape(
