@@ -34,6 +34,7 @@ from support.command import output_stream, run_command, status
 from support.errors import FAILURE, ConfigError, suggestion
 from support.files import write_text
 from support.flags import checked_flags, flags_by_field
+from support.ranges import Count
 from sweeps import estimates, folder, processes
 from sweeps.plan import PlannedRun, plan, plan_later, program
 
@@ -64,7 +65,7 @@ class Options:
     rungs: str | None = None
     """Rungs of the study's ladder of sizes, with commas between, such as XS,S, if the study has one. None: all."""
     data: DataOptions = DataOptions()
-    parallel: int = 1
+    parallel: Count = 1
     """Number of runs at once, each with its share of a CPU's cores or its own GPU; with more runs than GPUs a shared
     one."""
     dry_run: bool = False
@@ -91,8 +92,6 @@ def check(options: Options) -> None:
         raise ConfigError(f"{' and '.join(ways)} are mutually exclusive")
     if options.measure and not options.dry_run:
         raise ConfigError("--measure requires --dry-run")
-    if options.parallel < 1:
-        raise ConfigError(f"--parallel {options.parallel}: expected at least 1")
 
 
 def part_of(options: Options, study: Study) -> dict[str, Any]:

@@ -156,8 +156,8 @@ class Study:
         Args:
             quick: whether of the quick form.
             finished: the finished runs of the output folder, for a study that follows results.
-            expected: whether to include the runs that are expected to follow from those that are not finished. Ignored
-                unless the study :attr:`expects` any.
+            expected: whether to include the runs that are expected to follow from those that are not finished, of a
+                study that :attr:`expects` any.
             **part: ``rows``, attentions in place of the study's own, ``rungs`` of its ladder of sizes, ``data_dir`` or
                 ``data_source``.
 
@@ -170,7 +170,7 @@ class Study:
                 raise ConfigError(f"{name.replace('_', '.')}: {self.path} has {PARTS[name]}; expected a "
                                   f"study with get_runs(quick, {name}=None)")
         results = {"finished": finished} if self.follows_results else {}
-        results |= {"expected": expected} if self.expects else {}
+        results |= {"expected": True} if expected else {}
         runs = self._call("get_runs", quick, **part, **results)
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
             raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")
