@@ -11,20 +11,22 @@ named. With ``--text NAME``, for runs on another text than that of S1, it is S1-
 files of rows, such as another's, and adds them: the configs, the corpus, steps, tokens, clocks, bytes, parameters and
 FLOPs of every run, that no rate or seed is missing, and that the attention gives the same output whatever tokens
 follow. A row that fails is refused: it is not written. Each command then draws the figures and tables of all rows
-again from their files, those of the speeds beside them, and the figures of studies/abilities.py. A file that has been
-damaged or changed since is named and left out. For S1 it also writes the tables of docs/standings.md.
+again from their files, those of the speeds beside them, and the figures of studies/abilities.py. A row that no longer
+follows the protocol is named and left out; a damaged file stops the command. For S1 it also writes the tables of
+docs/standings.md.
 """
 
 import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +36,8 @@ from flax import nnx
 from benchmarks import report
 from comparison import standings, standings_figures, standings_page, standings_rows
 from comparison.figures import read_figures, write_figures
-from comparison.runs import Run
-from comparison.standings import Place
+from comparison.runs import Run, is_of
+from comparison.standings import Corpus, Place
 from comparison.standings_rows import SPEEDS, Row, read_row, row_of, rows_of, runs_of
 from comparison.study import finished_runs
 from configs import schema
@@ -47,6 +49,7 @@ from support import json_files
 from support.command import note, status
 from support.errors import ConfigError, LineargptError
 from support.files import write_text
+from support.json_files import Count, Duration
 from training.accounting import flops_per_token
 from training.cli import DataFlags, load_config, parse_command_line
 from training.step import abstract_model, make_model
@@ -65,6 +68,28 @@ PARAMETER_NOISE = 0.05
 """Deviation of the noise that is added to parameters to find out whether an attention is causal."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
+
+
+KINDS: tuple[Literal["context"], Literal["position"]] = ("context", "position")
+"""What a speed is of: a context of training, or a position of a sampled token."""
+
+
+class SpeedRow(TypedDict):
+    """A row of benchmarks.standings_speeds."""
+
+    mode: str
+    """Name of the arm."""
+    rung: str
+    context: Count | None
+    position: Count | None
+    tokens_per_second: Duration | None
+
+
+class SpeedFile(TypedDict):
+    """A file of benchmarks.standings_speeds."""
+
+    device: str
+    rows: list[SpeedRow]
 
 
 @dataclass(kw_only=True)
@@ -90,8 +115,7 @@ def expected_fields(place: Place) -> dict[str, Any]:
     alike = dataclasses.replace(place, rate=standings.FIRST_RATES[0], seed=0)
     fields = flatten(groups_of(protocol_config(alike).to_dict())) | {
         "optimizer.learning_rate": place.rate, "train.seed": place.seed}
-    return {name: value for name, value in fields.items()
-            if not any(name == free or name.startswith(f"{free}.") for free in FREE_FIELDS)}
+    return {name: value for name, value in fields.items() if not is_of(name, FREE_FIELDS)}
 
 
 class Work(NamedTuple):
@@ -99,9 +123,9 @@ class Work(NamedTuple):
 
     parameters: int
     flops_per_token: float
-    """Of training."""
+    """FLOPs of training for a token."""
     state_bytes: int | None
-    """What decoding keeps after ``CONTEXT`` tokens; None for an attention without a cached decode."""
+    """Bytes that decoding keeps after ``CONTEXT`` tokens; None for an attention without a cached decode."""
 
 
 @cache
@@ -128,8 +152,8 @@ def work_problems(row: Row) -> list[str]:
         for lines in (entry["val"], entry["annealed"]):
             for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
                 if not math.isclose(counted, tokens * work.flops_per_token):
-                    found.append(f"{place.name}: {counted / tokens:,.0f} FLOPs a token after {tokens:,.0f} tokens; "
-                                 f"expected {work.flops_per_token:,.0f}")
+                    found.append(f"{place.name}: {counted:.6g} FLOPs after {tokens:,.0f} tokens; expected "
+                                 f"{tokens * work.flops_per_token:.6g}")
     return found
 
 
@@ -157,17 +181,22 @@ def prefix_difference(config: str) -> float:
                for logits_TV, end in zip(logits_BTV[1:], ends, strict=True))
 
 
-def problems(row: Row, others: Sequence[Row] = ()) -> list[str]:
+def text_of(name: str, rows: Iterable[Row]) -> Corpus | None:
+    """The text of a standings: that of the protocol or, with another text, of the first of its rows that has one."""
+    if name == standings.VERSION:
+        return standings.PYTHON_PACKAGES
+    return next(filter(None, map(standings_rows.corpus_of, rows)), None)
+
+
+def problems(row: Row, corpus: Corpus | None) -> list[str]:
     """What keeps a row from being drawn; see :func:`comparison.standings_rows.problems`.
 
     Args:
         row: the row.
-        others: rows of the same standings.
+        corpus: the text of its standings.
     """
     if not standings.is_known(row["row"]):
         return ["this version of lineargpt has no such attention"]
-    corpus = standings.PYTHON_PACKAGES if row["standings"] == standings.VERSION else standings_rows.corpus_of(
-        others[0] if others else row)
     expected = {entry["name"]: expected_fields(place) for entry in row["runs"]
                 if (place := Place.of(entry["name"])) is not None and place.arm == row["row"]
                 and place.name == entry["name"]}
@@ -184,16 +213,17 @@ def read_speeds(folder: Path) -> dict[tuple[str, str, str, int], float]:
     """Tokens a second by arm, rung, ``context`` or ``position``, and its value, from the files ``SPEEDS``.
 
     Raises:
-        LineargptError: the files are of several devices: times of one size are compared with those of another.
+        LineargptError: a file is damaged, two have the same speed, or the files are of several devices: times of one
+            size are compared with those of another.
     """
-    files = {path: json_files.read(path, dict[str, Any]) for path in sorted(folder.glob(SPEEDS))}
+    files = {path: json_files.read(path, SpeedFile) for path in sorted(folder.glob(SPEEDS))}
     if len({file["device"] for file in files.values()}) > 1:
         raise LineargptError("speeds of several devices: " + ", ".join(
             f"{path} is of {file['device']}" for path, file in files.items()) + "; measure all sizes on one")
     speeds: dict[tuple[str, str, str, int], float] = {}
     for path, file in files.items():
         mine = {(row["mode"], row["rung"], kind, row[kind]): row["tokens_per_second"]
-                for row in file["rows"] for kind in ("context", "position")
+                for row in file["rows"] for kind in KINDS
                 if row[kind] is not None and row["tokens_per_second"] is not None}
         if twice := sorted({rung for _, rung, *_ in mine.keys() & speeds.keys()}):
             raise LineargptError(f"{path} has speeds of {', '.join(twice)} that another file has too; delete one")
@@ -208,12 +238,13 @@ def draw(folder: Path) -> bool:
         Whether all rows are in them: those with problems are named and left out.
     """
     rows, whole = rows_of(folder), True
+    corpus = text_of(folder.name, rows.values())
     runs: list[Run] = []
     for arm, row in rows.items():
-        if row["standings"] != folder.name:
-            found = [f"the row is of standings {row['standings']}, not {folder.name}"]
+        if (row["standings"], row["row"]) != (folder.name, arm):
+            found = [f"it is the row {row['row']} of standings {row['standings']}; expected {arm} of {folder.name}"]
         else:
-            found = problems(row, [other for other in rows.values() if other is not row])
+            found = problems(row, corpus)
         if found:
             _refuse(f"{folder / arm}.json", found, "not drawn")
             whole = False
@@ -253,7 +284,7 @@ def add(rows: Mapping[str, Row]) -> bool:
         folder = standings_rows.RESULTS / row["standings"]
         others = rows_of(folder)
         before = others.pop(row["row"], None)
-        found = problems(row, [*others.values()])
+        found = problems(row, text_of(row["standings"], [*others.values(), row]))
         if before is not None and (lost := [rung for rung in before["rungs"] if rung not in row["rungs"]]):
             found.append(f"it lacks rung {', '.join(lost)} of {folder / row['row']}.json; delete that file first")
         if found := found or causality_problems(row):
@@ -265,30 +296,42 @@ def add(rows: Mapping[str, Row]) -> bool:
     return whole
 
 
+def rows_of_runs(folder: Path, text: str) -> dict[str, Row]:
+    """The row of each arm in a folder of studies/standings.py, with the rungs of the committed one that the folder does
+    not finish. Names the rungs that neither finishes.
+
+    Args:
+        folder: of the runs.
+        text: name of the text, if it is not that of S1.
+
+    Raises:
+        ConfigError: the folder has no finished run.
+    """
+    if not (runs := finished_runs(folder)):
+        raise ConfigError(f"--add {folder}: no finished runs of studies/standings.py")
+    name = f"{standings.VERSION}-{text}" if text else standings.VERSION
+    before = rows_of(standings_rows.RESULTS / name)
+    losses = standings.losses_of([*itertools.chain(*map(runs_of, before.values())), *runs])
+    arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
+    rows = {arm: row_of(arm, runs, name, before.get(arm)) for arm in arms}
+    known = {*losses, *filter(None, (Place.of(path.name) for path in folder.glob("*")))}
+    for arm, row in rows.items():
+        begun = {place.rung for place in known if place.arm == arm}
+        for rung in [*standings.RUNGS][len(row["rungs"]):]:
+            if rung in begun and (why := standings.unfinished(rung, arm, losses)):
+                note(f"{arm}: {why}; left out")
+    return rows
+
+
 def measure(options: Options, results: report.Results) -> int:
     if options.add is not None and options.check:
         raise ConfigError("--add and --check are mutually exclusive")
     if options.text and options.add is None:
         raise ConfigError(f"--text {options.text}: expected --add too")
-    if options.text and not options.text.replace("-", "").isalnum():
-        raise ConfigError(f"--text {options.text}: expected letters, digits and hyphens")
-    if options.add is not None:
-        if not (runs := finished_runs(options.add)):
-            raise ConfigError(f"--add {options.add}: no finished runs of studies/standings.py")
-        name = f"{standings.VERSION}-{options.text}" if options.text else standings.VERSION
-        before = rows_of(standings_rows.RESULTS / name)
-        losses = standings.losses_of([*itertools.chain(*map(runs_of, before.values())), *runs])
-        arms = dict.fromkeys(place.arm for run in runs if (place := Place.of(run.name)) is not None)
-        rows = {arm: row_of(arm, runs, name, before.get(arm)) for arm in arms}
-        known = {*losses, *filter(None, (Place.of(path.name) for path in options.add.glob("*")))}
-        for arm, row in rows.items():
-            begun = {place.rung for place in known if place.arm == arm}
-            for rung in [*standings.RUNGS][len(row["rungs"]):]:
-                if rung in begun and (why := standings.unfinished(rung, arm, losses)):
-                    note(f"{arm}: {why}; left out")
-        whole = add(rows)
-    else:
-        whole = add({str(path): read_row(path) for path in options.check})
+    if options.text and not re.fullmatch(standings_rows.TEXT, options.text):
+        raise ConfigError(f"--text {options.text}: expected the letters a to z, digits and hyphens")
+    whole = add({str(path): read_row(path) for path in options.check} if options.add is None else
+                rows_of_runs(options.add, options.text))
     drawn = [draw(folder) for folder in sorted(standings_rows.RESULTS.glob("*"))
              if folder.is_dir() and folder.name.partition("-")[0] == standings.VERSION]
     return int(not (whole and all(drawn)))

@@ -61,18 +61,21 @@ TABLE = report.columns(
     ("tokens/s", "tokens_per_second", ",.0f"))
 
 
+def sequences_of(config: Config, context: int) -> int:
+    """Sequences of a context in a step with the tokens of a config's, at least one."""
+    return max(1, config.train.batch_size * config.model.context // context)
+
+
 def training(rung: str, configs: Mapping[str, Config], context: int, options: Options) -> list[Row]:
     """The rows of a rung at a context of training; configs by arm."""
     cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
     for arm, config in configs.items():
-        rows = max(1, config.train.batch_size * config.model.context // context)
-        config = replace(config, model=replace(config.model, context=context),
-                         train=replace(config.train, batch_size=rows))
+        config = replace(config, model=replace(config.model, context=context), train=replace(
+            config.train, batch_size=sequences_of(config, context)))
         cases[arm] = Row(mode=arm, rung=rung, context=context), partial(Step, config, BYTES.size)
     timing.time_cases(cases, options.repeats, seconds=options.seconds_per_case)
     for arm, (row, _) in cases.items():
-        tokens = max(context, configs[arm].train.batch_size * configs[arm].model.context)
-        row.tokens_per_second = timing.ratio(1e3 * tokens, row.milliseconds)
+        row.tokens_per_second = timing.ratio(1e3 * context * sequences_of(configs[arm], context), row.milliseconds)
     return [row for row, _ in cases.values()]
 
 

@@ -96,8 +96,8 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
             return None
     if not np.isfinite(losses).all():
         return None
-    a_runs, b_runs = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
-    return PairedDifference(seeds, a_runs, b_runs, windows, missing, steps)
+    a_losses, b_losses = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
+    return PairedDifference(seeds, a_losses, b_losses, windows, missing, steps)
 
 
 def by_seed_of(runs: Sequence[Run]) -> dict[Any, Run]:

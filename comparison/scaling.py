@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from comparison.runs import group_by
 from comparison.statistics import CONFIDENCE, bonferroni, mean_interval
 from support.errors import ConfigError
 
@@ -30,7 +31,6 @@ class Trained:
     """One run: its points at several lengths, and its losses on parts of val at its end."""
 
     size: str
-    seed: Any
     compute_P: Float[np.ndarray, " P"]
     """FLOPs, or seconds, up to each point, ascending."""
     loss_P: Float[np.ndarray, " P"]
@@ -79,7 +79,7 @@ class Fit:
         """The smallest and the largest compute of a point."""
         return float(self.compute_P.min()), float(self.compute_P.max())
 
-    def band(self, compute: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    def band(self, compute: float) -> tuple[float, float]:
         """The interval of the loss at a compute, over resampled seeds and windows; the law itself is inside.
 
         Raises:
@@ -89,7 +89,7 @@ class Fit:
             raise ConfigError(f"{compute:.3g} is {compute / self.measured[1]:.0f} times the largest measured compute; "
                               f"expected at most {REACH} times")
         losses = [law(compute) for law in self.resampled]
-        low, high = np.quantile(losses, [(1 - confidence) / 2, (1 + confidence) / 2])
+        low, high = np.quantile(losses, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return min(float(low), float(self.law(compute))), max(float(high), float(self.law(compute)))
 
 
@@ -106,9 +106,7 @@ def fit(runs: Sequence[Trained], *, resamples: int = RESAMPLES) -> Fit:
     Raises:
         ConfigError: there are fewer than three sizes, or runs have different windows.
     """
-    by_size: dict[str, list[Trained]] = {}
-    for run in runs:
-        by_size.setdefault(run.size, []).append(run)
+    by_size = group_by(runs, lambda run: run.size)
     if len(by_size) < LEAST_SIZES:
         raise ConfigError(f"a fit needs {LEAST_SIZES} sizes; expected more than {', '.join(by_size) or 'none'}")
     if len({len(run.windows_W) for run in runs}) > 1:
@@ -174,7 +172,7 @@ class Trend:
     """How the difference to a baseline changes with size."""
 
     slopes: tuple[float, ...]
-    """Of each seed: nats for each factor of ten in parameters. Above 0, the set-up loses ground."""
+    """Slope of each seed, in nats for a factor of ten in parameters. Above 0, the set-up loses ground."""
     sizes: tuple[float, ...]
     """The numbers of parameters that it is over."""
 

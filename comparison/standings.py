@@ -19,7 +19,7 @@ VERSION = "S1"
 RECIPE = "configs/standings.py"
 CONTEXT = 1024
 LENGTHS = (0.25, 0.5, 1.0)
-"""Parts of a run at which it is annealed: 5, 10 and 20 tokens a parameter."""
+"""Fractions of a run at which it is annealed: 5, 10 and 20 tokens a parameter."""
 TOKENS_PER_PARAMETER = 20
 REFERENCE = "softmax-parts"
 """The arm whose FLOPs at the second of ``LENGTHS`` are the equal compute of a size."""
@@ -39,9 +39,9 @@ class Corpus(NamedTuple):
     """The text of standings: all rows of a table have the same."""
 
     checksum: str
-    """Of its token files."""
+    """Checksum of its token files."""
     bytes_per_token: float
-    """Of the val windows of an evaluation, whose tokens are the bytes of the text and the separators of documents."""
+    """Bytes of text for a token of the val windows; below 1, because the separators of documents are tokens too."""
     windows: str
     """Checksum of the val windows of eval.py."""
 
@@ -67,26 +67,24 @@ class Rung:
 
     @property
     def parameters(self) -> int:
-        """Of a GPT-2 of this size, outside of the embedding."""
+        """Number of parameters of a GPT-2 of this size, outside of the embedding."""
         return 12 * self.layers * self.width**2
 
     @property
     def steps(self) -> int:
         return TOKENS_PER_PARAMETER * self.parameters // (self.batch_size * CONTEXT)
 
-    def fields(self, part: float = 1.0) -> dict[str, Any]:
-        """Fields of the config of a run, or of one of a part of the length."""
-        steps = round(self.steps * part)
+    def fields(self, length: float = 1.0) -> dict[str, Any]:
+        """Fields of the config of a run, or of one of a fraction of the length."""
+        steps = round(self.steps * length)
         return {"model.width": self.width, "model.layers": self.layers, "model.heads": self.width // 64,
                 "model.initial_scale": float(f"{self.width**-0.5:.3g}"), "train.batch_size": self.batch_size,
                 "train.steps": steps, "train.eval_every": steps // 2, "train.eval_batches": WINDOWS // self.batch_size,
                 "optimizer.warmup_steps": self.steps // 40, "checkpoint.every_steps": max(1, steps // 4),
-                **({} if part == 1 else {"train.anneal_at": "1"})}
+                **({} if length == 1 else {"train.anneal_at": "1"})}
 
 
 RUNGS = {rung.name: rung for rung in (Rung("XS", 64, 4, 3), Rung("S", 128, 8, 3), Rung("M", 256, 16, 1))}
-NOT_RUN = Rung("L", 768, 512, 1)
-"""GPT-2 of 124 million parameters by the same rule."""
 
 PARTS: dict[str, Any] = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "rms", "output_norm": "rms",
                          "output_gate": "silu"}
@@ -95,14 +93,14 @@ PARTS: dict[str, Any] = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "r
 
 @dataclass(frozen=True)
 class Arm:
-    """What has a row: an attention with its options, and the arm of softmax with the same parts."""
+    """An attention with its options, and the arm of softmax with the same parts that it is compared with."""
 
     attention: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of its mode; of a hybrid, of the last."""
     baseline: str = "softmax-parts"
     of_width: Mapping[str, int] = field(default_factory=dict)
-    """Options that are the width of the rung, divided by a number."""
+    """Options that are the width of the rung divided by a number, with that number."""
     abilities: str = ""
     """Its name in studies/abilities.py, if that is another: every attention has a convolution there."""
 
@@ -130,7 +128,7 @@ _NAME = re.compile(r"(?P<rung>[A-Z]+)(?P<check>_check)?-(?P<arm>.+?)-(?P<rate>\d
 
 @dataclass(frozen=True)
 class Place:
-    """What a run is in the protocol."""
+    """A run of the protocol; its name has all fields."""
 
     rung: str
     arm: str
@@ -153,7 +151,7 @@ class Place:
     def variation(self, data: Mapping[str, str] | None = None) -> Variation:
         """The run, as sweep.py starts it, on another text if ``data`` has fields that name one."""
         arm, rung = arm_of(self.arm), RUNGS[self.rung]
-        options = {**arm.options, **{name: rung.width // part for name, part in arm.of_width.items()}}
+        options = {**arm.options, **{name: rung.width // divisor for name, divisor in arm.of_width.items()}}
         fields = rung.fields(LENGTHS[0] if self.check else 1.0)
         evaluation = () if self.check else (
             "--context", ",".join(map(str, (CONTEXT, *LONGER))), "--windows", "", "--by-token-class")
@@ -215,7 +213,8 @@ def expected(arms: Iterable[str], rungs: Sequence[str], losses: Mapping[Place, f
     arms, losses = list(arms), dict(losses)
     while waiting := [place for place in places(arms, rungs, losses) if place not in losses]:
         middle = [tried[len(tried) // 2] for place in waiting if (tried := _tried(place.rung, place.arm, losses))]
-        # Finite, so that a rate is better than those that diverged, and each later one worse, so that the search ends.
+        # The middle rate is the best. Each later one is worse, so that the search ends, but finite: it is better than
+        # one that diverged.
         losses |= {place: -math.inf if place in middle else 1e6 + len(losses) for place in waiting}
     return places(arms, rungs, losses)
 

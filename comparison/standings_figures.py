@@ -1,7 +1,7 @@
 """The figures and tables of the standings, from runs of the protocol alone."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,27 +20,27 @@ from comparison.scaling import (
     fit,
     trend,
 )
-from comparison.standings import CONTEXT, LONGER, REFERENCE, RUNGS, Place, arm_of, best_rate, losses_of
+from comparison.standings import CONTEXT, LENGTHS, LONGER, REFERENCE, RUNGS, Place, arm_of, best_rate, losses_of
 from comparison.standings_rows import state_bytes
 from comparison.statistics import bonferroni, mean_interval
 from comparison.wording import interval_text, listed, number_text, significance
 
 Speeds = Mapping[tuple[str, str, str, int], float]
 """Tokens a second by arm, rung, ``context`` (of training) or ``position`` (of sampling), and its value."""
-Standing = Mapping[tuple[str, str], Sequence[Run]]
+RunsByArm = Mapping[tuple[str, str], Sequence[Run]]
 """Runs at the best rate, one for each seed, by arm and rung."""
 DIFFERENCE_HEADINGS = ("minus softmax", "95 % interval", "significance")
 """Headings of the cells of :func:`_difference`."""
 
 
 def place_of(run: Run) -> Place:
-    found = Place.of(run.name.partition(" at ")[0])
-    assert found is not None, run.name
-    return found
+    place = Place.of(run.name.partition(" at ")[0])
+    assert place is not None, run.name
+    return place
 
 
-def standing(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    """The finished runs at the best rate of their arm and rung, where it has been found."""
+def runs_at_best_rate(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    """The finished runs at the best rate of their arm and rung, where it has been by_arm."""
     losses = losses_of(runs)
     chosen = [run for run in runs if (place := Place.of(run.name)) is not None and place in losses and not place.check
               and place.rate == best_rate(place.rung, place.arm, losses)]
@@ -56,13 +56,13 @@ def figures(runs: Sequence[Run], speeds: Speeds | None = None, abilities: Figure
         abilities: the grid of studies/abilities.py, for the attentions that it has too.
     """
     runs = [run.to_the_end() for run in runs]
-    found, speeds = standing(runs), speeds or {}
-    shown = [run for group in found.values() for run in group]
+    by_arm, speeds = runs_at_best_rate(runs), speeds or {}
+    shown = [run for group in by_arm.values() for run in group]
     if not shown:  # the quick form, or an unfinished search of rates
         shown = [run for run in runs if Place.of(run.name) is not None and run.val]
-    tables = [*(_rung(rung, found, speeds) for rung in RUNGS), _stretches(found), _costs(speeds), *_classes(found),
-              *_abilities(abilities, [arm for arm, _ in found]), _machines(found)]
-    return [_against_compute(shown), *_trends(found), *_fits(found), *_fits(found, speeds),
+    tables = [*(_rung(rung, by_arm, speeds) for rung in RUNGS), _stretches(by_arm), _costs(speeds), *_classes(by_arm),
+              *_abilities(abilities, [arm for arm, _ in by_arm]), _machines(by_arm)]
+    return [_against_compute(shown), *_trends(by_arm), *_fits(by_arm), *_fits(by_arm, speeds),
             *(table for table in tables if table.rows)]
 
 
@@ -73,43 +73,43 @@ def _against_compute(runs: Sequence[Run]) -> Figure:
                         title="Loss against compute: 5, 10 and 20 tokens a parameter at each size")
 
 
-def by_seed(a: Sequence[Run], b: Sequence[Run], losses: Callable[[Sequence[Run]], Sequence[float]]) -> dict[Any, float]:
-    """The loss of a minus that of b, for each seed of both. They read the same val windows.
-
-    Args:
-        a: runs, one for each seed.
-        b: others.
-        losses: of each run; empty if there are none.
-    """
-    mine, base = (dict(zip((run.seed for run in runs), losses(runs), strict=False)) for runs in (a, b))
-    return {seed: mine[seed] - base[seed] for seed in mine if seed in base}
+def minus(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, Any]:
+    """a − b for each seed of both."""
+    return {seed: a[seed] - b[seed] for seed in a if seed in b}
 
 
-def _difference(differences: Collection[float], compared: int) -> tuple[str, str, str]:
+def _difference(by_seed: Mapping[Any, float], compared: int) -> tuple[str, str, str]:
     """The mean of differences by seed, its interval, and its significance with a total confidence of 95 % in all
     comparisons of a column (Bonferroni)."""
-    if not differences or not np.isfinite([*differences]).all():
+    differences = [*by_seed.values()]
+    if not differences or not np.isfinite(differences).all():
         return "–", "–", ""
-    mean, interval = float(np.mean([*differences])), mean_interval([*differences])
-    shown = significance(mean, mean_interval([*differences], bonferroni(compared)))
+    mean, interval = float(np.mean(differences)), mean_interval(differences)
+    shown = significance(mean, mean_interval(differences, bonferroni(compared)))
     return number_text(mean), "–" if interval is None else interval_text(interval), shown
 
 
-def _finals(runs: Sequence[Run]) -> list[float]:
-    return [float(run.val.points["loss"][-1]) for run in runs]
+def _finals(runs: Sequence[Run], column: str = "loss") -> dict[Any, float]:
+    """The last value of a column of the val lines by seed; NaN where it is not finite or missing."""
+    return {run.seed: math.nan if (value := run.final(column)) is None else value for run in runs}
 
 
-def _seconds(arm: str, rung: str, found: Standing, speeds: Speeds) -> float:
+def training_speed(speeds: Speeds, arm: str, rung: str) -> float:
+    """Tokens a second at ``CONTEXT``; NaN if unknown."""
+    return speeds.get((arm, rung, "context", CONTEXT), math.nan)
+
+
+def _seconds(arm: str, rung: str, by_arm: RunsByArm, speeds: Speeds) -> float:
     """Seconds of training without other load; NaN if the speed is unknown."""
-    return _end(found[arm, rung], "tokens") / speeds.get((arm, rung, "context", CONTEXT), math.nan)
+    return _end(by_arm[arm, rung], "tokens") / training_speed(speeds, arm, rung)
 
 
-def gain_in_flops(arm: str, rung: str, found: Standing) -> str:
+def gain_in_flops(arm: str, rung: str, by_arm: RunsByArm) -> str:
     """How many times the FLOPs softmax with the same parts needs for the same loss, as text; see :func:`_gain`."""
-    return _gain(arm, rung, found, lambda *at: _end(found[at], "flops"))
+    return _gain(arm, rung, by_arm, lambda *at: _end(by_arm[at], "flops"))
 
 
-def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float]) -> str:
+def _gain(arm: str, rung: str, by_arm: RunsByArm, cost: Callable[[str, str], float]) -> str:
     """How many times its compute softmax with the same parts needs for the loss of an arm, read between those sizes of
     softmax that have at least as many seeds. *Beyond the range*, with a bound, if the loss is above or below all of
     them.
@@ -118,13 +118,13 @@ def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float
     seed. If one of these is outside of the sizes, or there is one seed, it is the gain of the mean losses.
 
     Args:
-        arm: of ``found``.
+        arm: of ``by_arm``.
         rung: its size.
-        found: the runs.
+        by_arm: the runs.
         cost: the FLOPs or the seconds of a run by arm and rung; NaN if unknown.
     """
-    baseline, mine, runs = arm_of(arm).baseline, cost(arm, rung), found[arm, rung]
-    base = {cost(name, size): base_runs for (name, size), base_runs in found.items()
+    baseline, mine, runs = arm_of(arm).baseline, cost(arm, rung), by_arm[arm, rung]
+    base = {cost(name, size): base_runs for (name, size), base_runs in by_arm.items()
             if name == baseline and RUNGS[size].seeds >= RUNGS[rung].seeds}
     if baseline == arm or not base or not np.isfinite([mine, *base]).all():
         return "–"
@@ -150,22 +150,22 @@ def _gain(arm: str, rung: str, found: Standing, cost: Callable[[str, str], float
     return f"{math.exp(np.mean(logs)):.2f} ({interval_text(np.exp(interval), 2)})"
 
 
-def _at_equal_time(arm: str, rung: str, found: Standing, speeds: Speeds) -> list[float]:
+def _at_equal_time(arm: str, rung: str, by_arm: RunsByArm, speeds: Speeds) -> dict[Any, float]:
     """The loss of each seed of an arm when softmax with the same parts ends; see :func:`_interpolated`."""
     baseline = arm_of(arm).baseline
-    if baseline == arm or (baseline, rung) not in found:
-        return []
-    part = _seconds(baseline, rung, found, speeds) / _seconds(arm, rung, found, speeds)
-    return _interpolated(found[arm, rung], "tokens", part * _end(found[arm, rung], "tokens"))
+    if baseline == arm or (baseline, rung) not in by_arm:
+        return {}
+    part = _seconds(baseline, rung, by_arm, speeds) / _seconds(arm, rung, by_arm, speeds)
+    return _interpolated(by_arm[arm, rung], "tokens", part * _end(by_arm[arm, rung], "tokens"))
 
 
-def _interpolated(runs: Sequence[Run], column: str, where: float) -> list[float]:
-    """The loss of each run where a column, such as ``flops``, has a value: between its lengths linear in the logarithm.
+def _interpolated(runs: Sequence[Run], column: str, where: float) -> dict[Any, float]:
+    """The loss by seed where a column, such as ``flops``, has a value: between the lengths linear in the logarithm.
     Empty outside of the lengths."""
-    lengths = [run.lengths for run in runs]
-    if not all(len(at[column]) and at[column][0] <= where <= at[column][-1] for at in lengths):
-        return []
-    return [float(np.interp(np.log(where), np.log(at[column]), at["loss"])) for at in lengths]
+    lengths = {run.seed: run.lengths for run in runs}
+    if not all(len(at[column]) and at[column][0] <= where <= at[column][-1] for at in lengths.values()):
+        return {}
+    return {seed: float(np.interp(np.log(where), np.log(at[column]), at["loss"])) for seed, at in lengths.items()}
 
 
 def _end(runs: Sequence[Run], column: str) -> float:
@@ -174,7 +174,7 @@ def _end(runs: Sequence[Run], column: str) -> float:
 
 
 def _loss(runs: Sequence[Run]) -> float:
-    return float(np.mean([run.val.points["loss"][-1] for run in runs]))
+    return float(np.mean([*_finals(runs).values()]))
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ class ArmAtRung:
     """The runs of an arm at a rung, and what they are compared with."""
 
     arm: str
+    rung: str
     runs: Sequence[Run]
     baseline_runs: Sequence[Run]
     """Those of softmax with the same parts; empty for that arm itself, and where it has not been run."""
@@ -189,44 +190,51 @@ class ArmAtRung:
     """The equal compute of the rung, in FLOPs; NaN without ``REFERENCE``."""
 
     @property
-    def losses(self) -> tuple[list[float], list[float]]:
-        """By seed: the losses at the equal compute, empty if it lies outside of the lengths, and the val losses."""
-        return self._at_compute(self.runs), _finals(self.runs)
+    def equal(self) -> dict[Any, float]:
+        """The losses at the equal compute, by seed; empty if it lies outside of the lengths."""
+        return _interpolated(self.runs, "flops", self.compute)
 
     @property
-    def differences(self) -> tuple[list[float], list[float]]:
+    def equal_differences(self) -> dict[Any, float]:
         """The same, minus those of softmax with the same parts."""
-        equal, final = (by_seed(self.runs, self.baseline_runs, losses) for losses in (self._at_compute, _finals))
-        return [*equal.values()], [*final.values()]
+        return minus(self.equal, _interpolated(self.baseline_runs, "flops", self.compute))
 
     @property
-    def stretch_differences(self) -> list[np.ndarray]:
-        """By seed: the difference in each stretch of val at the end of training; see :func:`stretches`."""
-        base = {run.seed: stretches(run) for run in self.baseline_runs}
-        return [stretches(run) - base[run.seed] for run in self.runs
-                if run.seed in base and len(stretches(run)) == len(base[run.seed]) > 0]
+    def final(self) -> dict[Any, float]:
+        """The val losses at the end, by seed."""
+        return _finals(self.runs)
 
     @property
-    def median_differences(self) -> list[float]:
-        """By seed: the median over the stretches of val, which a single unusual document does not decide."""
-        return [float(np.median(each)) for each in self.stretch_differences]
+    def final_differences(self) -> dict[Any, float]:
+        """The same, minus those of softmax with the same parts."""
+        return minus(self.final, _finals(self.baseline_runs))
 
-    def _at_compute(self, runs: Sequence[Run]) -> list[float]:
-        return _interpolated(runs, "flops", self.compute)
+    @property
+    def stretch_differences(self) -> dict[Any, np.ndarray]:
+        """The difference in each stretch of val at the end of training, by seed; see :func:`stretches`."""
+        mine, base = ({run.seed: losses for run in runs if len(losses := stretches(run))}
+                      for runs in (self.runs, self.baseline_runs))
+        return minus(mine, base)
+
+    @property
+    def median_differences(self) -> dict[Any, float]:
+        """The median over the stretches of val, which a single unusual document does not decide, by seed."""
+        return {seed: float(np.median(each)) for seed, each in self.stretch_differences.items()}
 
 
-def arms_at(rung: str, found: Standing) -> list[ArmAtRung]:
+def arms_at(rung: str, by_arm: RunsByArm) -> list[ArmAtRung]:
     """The arms of a rung, sorted by the loss at equal compute."""
-    here = {arm: runs for (arm, of_rung), runs in found.items() if of_rung == rung}
+    here = {arm: runs for (arm, of_rung), runs in by_arm.items() if of_rung == rung}
     compute = float(here[REFERENCE][0].lengths["flops"][1]) if REFERENCE in here else math.nan
 
     def order(each: ArmAtRung) -> tuple[float, float, str]:
-        equal = each.losses[0]
+        equal = [*each.equal.values()]
         means = np.nan_to_num([np.mean(equal) if equal else math.nan, _loss(each.runs)], nan=math.inf)
         return float(means[0]), float(means[1]), each.arm
 
-    return sorted((ArmAtRung(arm, runs, here.get(baseline, ()) if (baseline := arm_of(arm).baseline) != arm else (),
-                             compute) for arm, runs in here.items()), key=order)
+    others = {arm: baseline for arm in here if (baseline := arm_of(arm).baseline) != arm}
+    return sorted((ArmAtRung(arm, rung, runs, here.get(others.get(arm, ""), ()), compute)
+                   for arm, runs in here.items()), key=order)
 
 
 def count_compared(arms: Sequence[ArmAtRung]) -> int:
@@ -241,11 +249,11 @@ def equal_compute_heading(arms: Sequence[ArmAtRung]) -> str:
     return f"loss at {arms[0].compute:.2e} FLOPs".replace("e+", "e")
 
 
-def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
+def _rung(rung: str, by_arm: RunsByArm, speeds: Speeds) -> Figure:
     """The table of a rung."""
-    here = arms_at(rung, found)
+    here = arms_at(rung, by_arm)
     compared = count_compared(here)
-    rows = [_rung_row(each, rung, found, speeds, compared, equal_compute_heading(here)) for each in here]
+    rows = [_rung_row(each, by_arm, speeds, compared, equal_compute_heading(here)) for each in here]
     return Figure(
         f"rung-{rung}", f"Standings at {rung}, sorted by loss at equal compute", Axis(""), "", (),
         tuple(heading for heading, _ in rows[0]) if rows else (),
@@ -254,25 +262,25 @@ def _rung(rung: str, found: Standing, speeds: Speeds) -> Figure:
         if compared and RUNGS[rung].seeds > 1 else ())
 
 
-def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compared: int,
+def _rung_row(each: ArmAtRung, by_arm: RunsByArm, speeds: Speeds, compared: int,
               equal_compute: str) -> list[tuple[str, str]]:
     """The headings and cells of an arm."""
-    arm, runs, baseline, state = each.arm, each.runs, arm_of(each.arm).baseline, state_bytes(each.runs[0].config)
-    (equal, final), (of_equal, of_final) = each.losses, each.differences
+    arm, rung, runs = each.arm, each.rung, each.runs
+    baseline, state = arm_of(arm).baseline, state_bytes(runs[0].config)
     return [
         ("attention", arm),
         ("softmax with the same parts", baseline if baseline != arm else "–"),
         ("parameters", f"{runs[0].environment.get('parameters', 0):,}"),
-        (equal_compute, _mean(equal)),
-        *zip(DIFFERENCE_HEADINGS, _difference(of_equal, compared), strict=True),
-        ("val loss", _mean(final)),
-        *zip(DIFFERENCE_HEADINGS, _difference(of_final, compared), strict=True),
+        (equal_compute, _mean(each.equal)),
+        *zip(DIFFERENCE_HEADINGS, _difference(each.equal_differences, compared), strict=True),
+        ("val loss", _mean(each.final)),
+        *zip(DIFFERENCE_HEADINGS, _difference(each.final_differences, compared), strict=True),
         *zip(("median stretch, minus softmax", *DIFFERENCE_HEADINGS[1:]),
              _difference(each.median_differences, compared), strict=True),
-        ("bits per byte", _number(float(np.mean([run.val.points["bits_per_byte"][-1] for run in runs])))),
-        ("gain in FLOPs", gain_in_flops(arm, rung, found)),
-        ("gain in seconds", _gain(arm, rung, found, partial(_seconds, found=found, speeds=speeds))),
-        ("loss at softmax's time", _mean(_at_equal_time(arm, rung, found, speeds))),
+        ("bits per byte", _number(float(np.mean([*_finals(runs, "bits_per_byte").values()])))),
+        ("gain in FLOPs", gain_in_flops(arm, rung, by_arm)),
+        ("gain in seconds", _gain(arm, rung, by_arm, partial(_seconds, by_arm=by_arm, speeds=speeds))),
+        ("loss at softmax's time", _mean(_at_equal_time(arm, rung, by_arm, speeds))),
         *((f"at {context:,} tokens", "–" if (loss := _at_context(runs, context)) is None else number_text(loss))
           for context in (CONTEXT, *LONGER)),
         (f"state at {CONTEXT:,}, KiB", "–" if state is None else f"{state / 1024:,.0f}"),
@@ -280,10 +288,10 @@ def _rung_row(each: ArmAtRung, rung: str, found: Standing, speeds: Speeds, compa
         ("seeds", str(len(runs)))]
 
 
-def _stretches(found: Standing) -> Figure:
+def _stretches(by_arm: RunsByArm) -> Figure:
     """The difference to softmax with the same parts in each stretch of val."""
-    rows = [(rung, each.arm, *(number_text(value) for value in np.mean(differences, axis=0)))
-            for rung in RUNGS for each in arms_at(rung, found) if (differences := each.stretch_differences)]
+    rows = [(rung, each.arm, *(number_text(value) for value in np.mean([*differences.values()], axis=0)))
+            for rung in RUNGS for each in arms_at(rung, by_arm) if (differences := each.stretch_differences)]
     number = len(rows[0]) - 2 if rows else 0
     return Figure("stretches", "Loss minus that of softmax with the same parts, by stretch of val", Axis(""), "", (),
                   ("rung", "attention", *(f"stretch {n + 1}" for n in range(number))), tuple(rows),
@@ -291,8 +299,9 @@ def _stretches(found: Standing) -> Figure:
                    "row. Their mean is the difference of the losses at this context in the tables of the rungs.",))
 
 
-def _mean(losses: Sequence[float]) -> str:
+def _mean(by_seed: Mapping[Any, float]) -> str:
     """The mean of seeds with its interval."""
+    losses = [*by_seed.values()]
     if not losses:
         return "–"
     interval = mean_interval(losses) if np.isfinite(losses).all() else None
@@ -323,25 +332,25 @@ class ClassAtRung:
     arm: str
     rung: str
     name: str
-    """Of the class."""
+    """Name of the class."""
     share: float
-    """Of the class in all tokens."""
+    """Fraction of all tokens that are in the class."""
     losses: Mapping[Any, float]
     """By seed."""
-    differences: Sequence[float]
+    differences: Mapping[Any, float]
     """The same, minus those of softmax with the same parts, for each seed of both."""
 
     def row(self, compared: int) -> tuple[str, ...]:
         """Its row; ``compared``: the number of comparisons that the confidence of 95 % covers together."""
-        return (self.arm, self.rung, self.name, f"{self.share:.2%}", _mean([*self.losses.values()]),
+        return (self.arm, self.rung, self.name, f"{self.share:.2%}", _mean(self.losses),
                 ", ".join(_number(loss) for _, loss in sorted(self.losses.items())),
                 *_difference(self.differences, compared))
 
 
-def class_losses(found: Standing) -> dict[str, list[ClassAtRung]]:
+def class_losses(by_arm: RunsByArm) -> dict[str, list[ClassAtRung]]:
     """The losses by class of the tokens of all arms at all rungs, by the partition that has the class."""
     by_run = {key: {run.seed: classes for run in runs if (classes := _loss_by_class(run))}
-              for key, runs in found.items()}
+              for key, runs in by_arm.items()}
     losses: dict[str, list[ClassAtRung]] = {}
     for rung in RUNGS:
         for (arm, of_rung), mine in by_run.items():
@@ -354,14 +363,14 @@ def class_losses(found: Standing) -> dict[str, list[ClassAtRung]]:
                     own, of_base = ({seed: at[partition][name][1] for seed, at in runs.items()
                                      if name in at.get(partition, {})} for runs in (mine, base))
                     losses.setdefault(partition, []).append(ClassAtRung(
-                        arm, rung, name, share, own, [own[seed] - of_base[seed] for seed in own if seed in of_base]))
+                        arm, rung, name, share, own, minus(own, of_base)))
     return losses
 
 
-def _classes(found: Standing) -> list[Figure]:
+def _classes(by_arm: RunsByArm) -> list[Figure]:
     """For each partition of the tokens the losses by class. The picture has the differences to softmax with the same
     parts at the largest rung with several seeds of both, or else the largest."""
-    return [_classes_of(partition, losses) for partition, losses in class_losses(found).items()]
+    return [_classes_of(partition, losses) for partition, losses in class_losses(by_arm).items()]
 
 
 def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
@@ -373,8 +382,7 @@ def _classes_of(partition: str, losses: Sequence[ClassAtRung]) -> Figure:
         if several or arm not in drawn or len(drawn[arm][0].differences) < 2:  # rungs come in ascending order
             drawn[arm] = of_rung
     lines = tuple(Line(f"{arm}, {of_rung[0].rung}", arm_of(arm).attention, tuple(
-        Point(each.name, float(np.mean(each.differences)), mean_interval(each.differences),
-              tuple(f"{arm} seed {seed}" for seed in each.losses)) for each in of_rung))
+        _point(each.name, arm, each.differences) for each in of_rung))
         for arm, of_rung in drawn.items())
     compared = {rung: sum(len(each.differences) > 1 for each in of_rung)
                 for rung, of_rung in group_by(losses, lambda each: each.rung).items()}
@@ -413,21 +421,25 @@ def _at_context(runs: Sequence[Run], context: int) -> float | None:
     return float(loss_R.mean()) if np.isfinite(loss_R).all() else None
 
 
-def gaps(arm: str, found: Standing) -> dict[float, dict[Any, float]]:
+def gaps(arm: str, by_arm: RunsByArm) -> dict[float, dict[Any, float]]:
     """The loss of an arm minus that of softmax with the same parts, by parameters of the rung and by seed."""
-    by_size = {float(rung.parameters): by_seed(found[arm, name], found[arm_of(arm).baseline, name], _finals)
-               for name, rung in RUNGS.items() if {(arm, name), (arm_of(arm).baseline, name)} <= found.keys()}
+    by_size = {float(rung.parameters): minus(_finals(by_arm[arm, name]), _finals(by_arm[arm_of(arm).baseline, name]))
+               for name, rung in RUNGS.items() if {(arm, name), (arm_of(arm).baseline, name)} <= by_arm.keys()}
     return {size: gap for size, gap in by_size.items() if gap and np.isfinite([*gap.values()]).all()}
 
 
-def _trends(found: Standing) -> list[Figure]:
+def _point(x: float | str, arm: str, by_seed: Mapping[Any, float]) -> Point:
+    """The mean over the seeds with its interval."""
+    values = [*by_seed.values()]
+    return Point(x, float(np.mean(values)), mean_interval(values), tuple(f"{arm} seed {seed}" for seed in by_seed))
+
+
+def _trends(by_arm: RunsByArm) -> list[Figure]:
     lines, changes = [], {}
-    for arm in dict.fromkeys(arm for arm, _ in found):
-        if arm_of(arm).baseline == arm or not (by_size := gaps(arm, found)):
+    for arm in dict.fromkeys(arm for arm, _ in by_arm):
+        if arm_of(arm).baseline == arm or not (by_size := gaps(arm, by_arm)):
             continue
-        points = [Point(size, float(np.mean([*gap.values()])), mean_interval([*gap.values()]),
-                        tuple(f"{arm} seed {seed}" for seed in gap)) for size, gap in by_size.items()]
-        lines.append(Line(arm, arm_of(arm).attention, tuple(points)))
+        lines.append(Line(arm, arm_of(arm).attention, tuple(_point(size, arm, gap) for size, gap in by_size.items())))
         change = trend(by_size)
         if change is not None:
             changes[arm] = change
@@ -448,18 +460,14 @@ def _trends(found: Standing) -> list[Figure]:
 
 
 def trained(runs: Sequence[Run], speeds: Speeds | None = None) -> list[Trained]:
-    """Runs as points of a fit: every length against its FLOPs, or with ``speeds`` against the seconds of training.
-
-    Raises:
-        KeyError: a speed is unknown.
-    """
-    found = []
+    """Runs as points of a fit: every length against its FLOPs, or with ``speeds`` against the seconds of training."""
+    points = []
     for run in runs:
         lengths, place = run.lengths, place_of(run)
-        compute = lengths["flops"] if speeds is None else lengths["tokens"] / speeds[
-            place.arm, place.rung, "context", CONTEXT]
-        found.append(Trained(place.rung, run.seed, compute, lengths["loss"], stretches(run)))
-    return found
+        compute = lengths["flops"] if speeds is None else lengths["tokens"] / training_speed(
+            speeds, place.arm, place.rung)
+        points.append(Trained(place.rung, compute, lengths["loss"], stretches(run)))
+    return points
 
 
 def stretches(run: Run) -> np.ndarray:
@@ -470,29 +478,28 @@ def stretches(run: Run) -> np.ndarray:
     return windows_W.reshape(-1, max(LONGER) // CONTEXT).mean(axis=1)
 
 
-def fits(found: Standing, speeds: Speeds | None = None) -> dict[str, Fit]:
-    """A fit for each arm with three sizes and no run that diverged; with ``speeds``, whose speed at each is known."""
-    by_arm: dict[str, list[Run]] = {}
-    for (arm, rung), runs in found.items():
-        if speeds is None or (arm, rung, "context", CONTEXT) in speeds:
-            by_arm.setdefault(arm, []).extend(runs)
-    return {arm: fit(trained(runs, speeds)) for arm, runs in by_arm.items()
+def fits(by_arm: RunsByArm, speeds: Speeds | None = None) -> dict[str, Fit]:
+    """A fit for each arm with three sizes whose runs did not diverge and are all evaluated; with ``speeds``, of the
+    sizes whose speed is known."""
+    usable = [run for (arm, rung), runs in by_arm.items() for run in runs
+              if speeds is None or not math.isnan(training_speed(speeds, arm, rung))]
+    return {arm: fit(trained(runs, speeds)) for arm, runs in group_by(usable, lambda run: place_of(run).arm).items()
             if len({place_of(run).rung for run in runs}) >= LEAST_SIZES
-            and all(np.isfinite(run.lengths["loss"]).all() for run in runs)}
+            and all(np.isfinite(run.lengths["loss"]).all() for run in runs)
+            and len({len(stretches(run)) for run in runs}) == 1}
 
 
 def _residuals(law: Fit) -> str:
     """The mean residual at each length, by size: ``XS 0.01, -0.02, 0.01; S …``."""
-    points = group_by(zip(law.sizes_P, law.compute_P, law.residuals_P, strict=True), lambda point: point[:2])
-    means = group_by(sorted(points), lambda key: key[0])
-    return "; ".join(f"{size} " + ", ".join(number_text(float(np.mean([point[2] for point in points[key]])))
-                                            for key in means[size]) for size in dict.fromkeys(law.sizes_P))
+    sizes_P = np.array(law.sizes_P)
+    return "; ".join(f"{size} " + ", ".join(map(number_text, law.residuals_P[sizes_P == size].reshape(
+        -1, len(LENGTHS)).mean(axis=0))) for size in dict.fromkeys(law.sizes_P))
 
 
-def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
+def _fits(by_arm: RunsByArm, speeds: Speeds | None = None) -> list[Figure]:
     """The measured losses of each fit, and its law with its band, within and beyond them."""
     name, compute = ("fits", "FLOPs") if speeds is None else ("fits-time", "seconds of training without other load")
-    lines, rows, bounded, laws = [], [], [], fits(found, speeds)
+    lines, rows, bounded, laws = [], [], [], fits(by_arm, speeds)
     for arm, each in laws.items():
         attention, low, high = arm_of(arm).attention, *each.measured
         by_compute = group_by(zip(each.compute_P, each.loss_P, strict=True), lambda point: float(point[0]))
@@ -507,25 +514,25 @@ def _fits(found: Standing, speeds: Speeds | None = None) -> list[Figure]:
                      f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))
         bounded += [f"the {what} of {arm}" for what in each.law.bounded]
     remarks = [f"At a limit of the search, not determined by the losses: {listed(bounded)}."] if bounded else []
-    alone = [rung for rung in RUNGS if all(len(runs) == 1 for (arm, of_rung), runs in found.items()
+    alone = [rung for rung in RUNGS if all(len(runs) == 1 for (arm, of_rung), runs in by_arm.items()
                                            if arm in laws and of_rung == rung)]
     if alone:
         remarks.append(f"{listed(alone)} {'has' if len(alone) == 1 else 'have'} one seed, whose noise is not in the "
                        "bands.")
-    if without := [arm for arm in dict.fromkeys(arm for arm, _ in found) if arm not in laws]:
-        known = "" if speeds is None else " and have a known speed"
-        remarks.append(f"No fit without {LEAST_SIZES} sizes that ended with a finite loss{known}: {listed(without)}.")
+    if without := [arm for arm in dict.fromkeys(arm for arm, _ in by_arm) if arm not in laws]:
+        wanted = ["ended with a finite loss", "were evaluated", *([] if speeds is None else ["have a known speed"])]
+        remarks.append(f"No fit without {LEAST_SIZES} sizes that {listed(wanted)}: {listed(without)}.")
     return [Figure(name, f"Power laws of loss against {compute}", Axis(compute, "log"), "val loss (nats per token)",
                    tuple(lines), ("attention", "floor", "exponent", "mean residuals by size and length",
                                   f"{compute} measured",
                                   f"extrapolated to {REACH} times"), tuple(rows), tuple(remarks))] if rows else []
 
 
-def _machines(found: Standing) -> Figure:
+def _machines(by_arm: RunsByArm) -> Figure:
     """Where each row was trained."""
     rows = []
-    for arm in dict.fromkeys(arm for arm, _ in found):
-        runs = [run for (name, _), group in found.items() if name == arm for run in group]
+    for arm in dict.fromkeys(arm for arm, _ in by_arm):
+        runs = [run for (name, _), group in by_arm.items() if name == arm for run in group]
         machines = {" ".join(filter(None, ("/".join(run.environment.get("devices") or ()), run.environment.get(
             "processor")))) for run in runs}
         rows.append((arm, *(", ".join(sorted(filter(None, each))) or "–" for each in (

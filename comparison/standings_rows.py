@@ -21,7 +21,6 @@ from comparison.standings import (
     WINDOWS,
     Corpus,
     Place,
-    arm_of,
     losses_of,
     places,
     unfinished,
@@ -38,6 +37,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "standings"
 """Has a folder for each standings."""
 SPEEDS = "speeds-*.json"
 """Files of benchmarks.standings_speeds beside the rows, one for each size."""
+TEXT = "[A-Za-z0-9-]+"
+"""Pattern of the name of another text."""
 MOST_FIELDS = 3
 """Fields of a config that are named where more are wrong."""
 
@@ -78,7 +79,7 @@ class Windows(TypedDict):
     """The mean loss of each window of an evaluation."""
 
     checksum: str
-    """Of their tokens."""
+    """Checksum of their tokens."""
     loss: list[Duration | None]
 
 
@@ -110,9 +111,6 @@ class Row(TypedDict):
     standings: FileName
     """The version of the protocol; with another text VERSION-NAME."""
     row: FileName
-    attention: str
-    options: dict[str, Any]
-    baseline: str
     rungs: list[str]
     runs: list[Entry]
 
@@ -140,15 +138,8 @@ def row_of(arm: str, runs: Sequence[Run], standings: str = VERSION, before: Row 
                 break
         else:
             break
-    row: Any = {"format": FORMAT, "standings": standings, "row": arm, **_described(arm), "rungs": list(rungs),
-                "runs": [*itertools.chain(*rungs.values())]}
-    return row
-
-
-def _described(arm: str) -> dict[str, Any]:
-    """What a row says of its arm."""
-    found = arm_of(arm)
-    return {"attention": found.attention, "options": dict(found.options), "baseline": found.baseline}
+    return {"format": FORMAT, "standings": standings, "row": arm, "rungs": [*rungs],
+            "runs": [*itertools.chain(*rungs.values())]}
 
 
 def _entry(run: Run) -> Entry:
@@ -214,15 +205,14 @@ def problems(row: Row, expected: Mapping[str, Mapping[str, Any]], corpus: Corpus
         expected: the fields of the config of each run that this version of the protocol starts, by name.
         corpus: the text of the standings.
     """
-    if not re.fullmatch(rf"{VERSION}(-[A-Za-z0-9-]+)?", row["standings"]):
+    if not re.fullmatch(rf"{VERSION}(-{TEXT})?", row["standings"]):
         return [f"the row is of standings {row['standings']}; expected {VERSION}, or {VERSION}-TEXT for another text"]
     if corpus is None:
         return ["it has no finished rung with a finite loss"]
     entries = {entry["name"]: entry for entry in row["runs"]}
     losses = {place: math.inf if entry["val"]["loss"][-1] is None else entry["val"]["loss"][-1]
               for name, entry in entries.items() if (place := Place.of(name)) is not None and entry["val"]["loss"]}
-    found = [f"{name} is {row[name]}; expected {value}" for name, value in _described(row["row"]).items()
-             if row[name] != value]
+    found = []
     if row["standings"] != VERSION and corpus.checksum == PYTHON_PACKAGES.checksum:
         found.append(f"the row is of standings {row['standings']}, but its text is that of {VERSION}")
     if len(entries) < len(row["runs"]):
@@ -283,7 +273,7 @@ def _entry_problems(name: str, entry: Entry, expected: Mapping[str, Any] | None,
 
 
 def _line_problems(entry: Entry, expected: Mapping[str, Any], corpus: Corpus) -> list[str]:
-    """Of the val and annealed lines of a run."""
+    """Problems of the val and annealed lines of a run."""
     found = []
     val, annealed = entry["val"], entry["annealed"]
     for lines in (val, annealed):
@@ -324,7 +314,7 @@ def _line_problems(entry: Entry, expected: Mapping[str, Any], corpus: Corpus) ->
 
 
 def _evaluation_problems(entry: Entry, corpus: Corpus) -> list[str]:
-    """Of the evaluations of a run."""
+    """Problems of the evaluations of a run."""
     found = []
     for context in (CONTEXT, *LONGER):
         mine = [one for one in entry["evaluations"] if one["context"] == context]
@@ -351,7 +341,7 @@ def _evaluation_problems(entry: Entry, corpus: Corpus) -> list[str]:
 
 
 def _class_problems(evaluation: Evaluation) -> list[str]:
-    """Of the losses by class of the tokens."""
+    """Problems of the losses by class of the tokens."""
     partitions = evaluation.get("token_classes")
     if not partitions:
         return [f"its losses by class of the tokens at {CONTEXT:,} tokens are missing"]
@@ -377,8 +367,12 @@ def read_row(path: Path) -> Row:
 
 
 def rows_of(folder: Path) -> dict[str, Row]:
-    """The rows of a standings by their arm, in the order of the protocol."""
-    rows = {row["row"]: row for row in map(read_row, set(folder.glob("*.json")) - set(folder.glob(SPEEDS)))}
+    """The rows of a standings by the name of their file, that of the arm, in the order of the protocol.
+
+    Raises:
+        LineargptError: a file is damaged, or of another format.
+    """
+    rows = {path.stem: read_row(path) for path in folder.glob("*.json") if not path.match(SPEEDS)}
     order = {arm: number for number, arm in enumerate(ARMS)}
     return dict(sorted(rows.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 

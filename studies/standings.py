@@ -13,6 +13,7 @@ another text, S1-NAME. The quick form has 60 steps of XS for three arms, which s
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from comparison import standings, standings_figures, standings_rows
 from comparison.figures import Figure
@@ -33,7 +34,7 @@ def get_runs(quick: bool, rows: Sequence[str] | None = None, rungs: Sequence[str
             if value is not None}
     if quick:
         runs = [Place("XS", arm, standings.FIRST_RATES[1], 0).variation(data) for arm in rows or QUICK]
-        return [Variation(run.name, run.recipe, run.attention, {**run.fields, **QUICK_FIELDS}) for run in runs]
+        return [replace(run, fields={**run.fields, **QUICK_FIELDS}, evaluation=(), rung=None) for run in runs]
     arms, rungs = rows or [*standings.ARMS], rungs or [*RUNGS]
     before = {} if data else standings_rows.rows_of(standings_rows.RESULTS / standings.VERSION)
     known = standings.losses_of([run for arm in arms if arm in before for run in standings_rows.runs_of(before[arm])])

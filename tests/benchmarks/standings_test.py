@@ -62,6 +62,11 @@ def entry(row: dict[str, Any], name: str = "S-gated_delta-0.004-seed-1") -> dict
     return next(each for each in row["runs"] if each["name"] == name)
 
 
+def problems_of(row: dict[str, Any]) -> list[str]:
+    """Of a row alone in its standings."""
+    return command.problems(row, command.text_of(row["standings"], [row]))
+
+
 def another_seed(one: dict[str, Any]) -> dict[str, Any]:
     """The run with seed 7, which the protocol does not have."""
     other = copy.deepcopy(one) | {"name": "S-gated_delta-0.004-seed-7"}
@@ -84,7 +89,7 @@ def test_variants_have_equal_parameters_or_state():
 
 
 def test_a_whole_row_is_accepted(row):
-    assert command.problems(row) == []
+    assert problems_of(row) == []
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -140,23 +145,24 @@ def test_a_whole_row_is_accepted(row):
     (lambda row: entry(row).update(name="S-mamba-0.004-seed-1"), "S-mamba-0.004-seed-1: it is not of the row"),
     (lambda row: entry(row)["val"]["bits_per_byte"].__setitem__(-1, None), "it has no bits per byte at step 1920"),
     (lambda row: row.update(row="kda"), "XS-gated_delta-0.004-seed-0: it is not of the row kda"),
-    (lambda row: row.update(baseline="softmax"), "baseline is softmax; expected softmax-parts"),
     (lambda row: row.update(row="mamba"), "this version of lineargpt has no such attention"),
     (lambda row: entry(row).update(parameters=9), "it has 9 parameters; expected"),
-    (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "63,578 FLOPs a token after 15,728,640 tokens"),
+    (lambda row: entry(row)["val"]["flops"].__setitem__(-1, 1e12), "1e+12 FLOPs after 15,728,640 tokens"),
     (lambda row: entry(row)["annealed"]["flops"].__setitem__(0, entry(row)["annealed"]["flops"][0] * 1.001),
-     "6,914,035 FLOPs a token after 3,932,160 tokens; expected 6,907,128"),
+     "2.71871e+13 FLOPs after 3,932,160 tokens; expected 2.71599e+13"),
+    (lambda row: [values.insert(0, {"step": 0.0, "tokens": 0.0, "train_seconds": 0.1}.get(name, values[-1]))
+                  for name, values in entry(row)["val"].items()], "FLOPs after 0 tokens; expected 0"),
     (lambda row: entry(row)["windows"]["1024"]["loss"].__setitem__(0, None), "losses of val windows are not finite"),
 ])
 def test_what_is_refused(row, change, message):
     change(row)
-    assert message in "; ".join(command.problems(row))
+    assert message in "; ".join(problems_of(row))
 
 
 def test_a_seed_that_diverged_stays_in(row):
     for name in ("loss", "bits_per_byte"):
         entry(row)["val"][name][-1] = None
-    assert command.problems(row) == []
+    assert problems_of(row) == []
     found = {figure.name: figure for figure in standings_figures.figures(standings_rows.runs_of(row))}
     (cells,) = found["rung-S"].rows
     assert cells[-1] == "3"
@@ -182,7 +188,7 @@ def test_a_run_that_stopped_as_it_diverged_counts_for_its_rate_and_its_seed():
     assert losses[Place("XS", "gated_delta", 0.004, 0)] == math.inf
     assert standings.unfinished("XS", "gated_delta", losses) == ""
     row = json.loads(json.dumps(standings_rows.row_of("gated_delta", runs)))
-    assert command.problems(row) == []
+    assert problems_of(row) == []
     lines = entry(row, "XS-gated_delta-0.008-seed-2")["annealed"]
     assert (lines["step"], lines["loss"][1], lines["train_seconds"][1]) == ([240, 480], None, None)
     found = {figure.name: figure for figure in standings_figures.figures(standings_rows.runs_of(row))}
@@ -194,7 +200,7 @@ def test_a_run_that_stopped_as_it_diverged_counts_for_its_rate_and_its_seed():
 def test_a_byte_counted_twice_is_found(row):
     bits = entry(row)["val"]["bits_per_byte"]
     bits[-1] *= 131_064 / 131_065
-    assert "count 0.9999465942 bytes of val for a token; expected 0.9999389648" in "; ".join(command.problems(row))
+    assert "count 0.9999465942 bytes of val for a token; expected 0.9999389648" in "; ".join(problems_of(row))
 
 
 def leaking_mix(honest):
@@ -278,6 +284,17 @@ def test_a_row_that_was_changed_since_is_named_and_not_drawn(row, results: Path,
     assert "gated_delta" not in tables
 
 
+def test_a_file_that_has_not_the_name_of_its_row_is_named_and_not_drawn(results: Path, capsys):
+    folder = results / "S1"
+    folder.mkdir()
+    for name in ("kda", "kda copy"):
+        (folder / f"{name}.json").write_text(json.dumps(standings_rows.row_of("kda", all_runs(("kda",), ("XS",)))))
+    assert command.main([]) == 1
+    err = capsys.readouterr().err
+    assert "kda copy.json: it is the row kda of standings S1; expected kda copy of S1" in err
+    assert "kda.json" not in err
+
+
 def test_a_rung_that_is_not_finished_is_left_out_of_a_row(monkeypatch, results: Path, capsys):
     runs = [run for run in all_runs(("gated_delta",)) if run.name != "S-gated_delta-0.004-seed-2"]
     monkeypatch.setattr(command, "finished_runs", lambda folder: runs)
@@ -347,9 +364,17 @@ def test_speeds_are_measured_for_each_arm_with_a_row_and_drawn(results: Path):
     (folder / "speeds-S.json").write_text(json.dumps(file | {"device": "abacus"}))
     with pytest.raises(LineargptError, match=r"speeds-S\.json is of abacus, .*speeds-XS\.json is of "):
         command.read_speeds(folder)
+    (folder / "speeds-S.json").write_text(json.dumps(file | {"rows": [{"mode": "kda"}]}))
+    with pytest.raises(LineargptError, match=r"speeds-S\.json is damaged: rows\[0\]\.rung is missing"):
+        command.read_speeds(folder)
     (folder / "speeds-S.json").write_text(json.dumps(file))
     with pytest.raises(LineargptError, match=r"speeds-XS\.json has speeds of XS that another file has too"):
         command.read_speeds(folder)
+
+
+def test_a_speed_is_of_the_tokens_of_whole_sequences():
+    config = command.protocol_config(Place("XS", "kda", 1e-3, 0))  # 4 sequences of 1,024 tokens
+    assert [standings_speeds.sequences_of(config, context) for context in (512, 1024, 3000, 16384)] == [8, 4, 1, 1]
 
 
 def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(results: Path):
@@ -372,9 +397,10 @@ def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(result
 
 def test_the_readme_has_the_figures_of_the_committed_rows():
     rows = standings_rows.rows_of(small_run.ROOT / "benchmarks" / "results" / "standings" / "S1")
-    found = standings_figures.standing([run for row in rows.values() for run in standings_rows.runs_of(row)])
-    equal = {(rung, each.arm): f"{np.mean(each.differences[0]):+.2f}".replace("-", "−")
-             for rung in standings.RUNGS for each in standings_figures.arms_at(rung, found) if each.differences[0]}
+    found = standings_figures.runs_at_best_rate([run for row in rows.values() for run in standings_rows.runs_of(row)])
+    equal = {(rung, each.arm): f"{np.mean([*differences.values()]):+.2f}".replace("-", "−")
+             for rung in standings.RUNGS for each in standings_figures.arms_at(rung, found)
+             if (differences := each.equal_differences)}
     names = {"`gated`": "gated", "`gated_delta`": "gated_delta", "`kda`": "kda",
              "three layers of `kda`, one of softmax": "hybrid-kda"}
     sizes = [f"{rung.parameters / 1e6:.1f} million" for rung in standings.RUNGS.values()]
@@ -407,13 +433,26 @@ def test_rows_of_another_text_have_standings_of_their_own(monkeypatch, results: 
     assert code == 1
     assert "the corpus has the checksum cdcd" in said
     assert "that of the other runs" in said
-    for flags, message in ((("--text", "../books"), "expected letters, digits and hyphens"),
+    for flags, message in ((("--text", "../books"), "expected the letters a to z, digits and hyphens"),
+                           (("--text", "bücher"), "expected the letters a to z, digits and hyphens"),
                            (("--text", ""), "the corpus has the checksum")):
         assert message in add("gated_delta", *flags)[1]
     del runs["gated_delta"][0]
     assert "it has no finished rung with a finite loss" in add("gated_delta", "--text", "others")[1]
     assert command.main(["--text", "books"]) == 2
     assert "expected --add too" in capsys.readouterr().err
+
+
+def test_the_text_of_other_standings_is_that_of_their_first_row(row):
+    def with_text(checksum: str) -> dict[str, Any]:
+        other = copy.deepcopy(row) | {"standings": "S1-books"}
+        for each in other["runs"]:
+            each["corpus_checksum"] = checksum
+        return other
+
+    rows = [with_text(checksum) for checksum in ("aa", "bb", "aa")]
+    text = command.text_of("S1-books", rows)
+    assert [bool(command.problems(each, text)) for each in rows] == [False, True, False]
 
 
 def test_the_study_expects_the_sizes_that_follow(tmp_path: Path):

@@ -18,10 +18,10 @@ def runs(seeds: int = 3, *, noise: float = 0.0, sizes: str = "XS S M", windows: 
     hard_W = windows * rng.normal(size=64)
     found = []
     for size in sizes.split():
-        for seed in range(seeds):
+        for _ in range(seeds):
             compute_P = np.array(COMPUTE[size])
             loss_P = LAW(compute_P) + noise * rng.normal()
-            found.append(Trained(size, seed, compute_P, loss_P, loss_P[-1] + hard_W))
+            found.append(Trained(size, compute_P, loss_P, loss_P[-1] + hard_W))
     return found
 
 
@@ -33,7 +33,7 @@ def test_a_law_is_found_again():
 
 
 def test_a_floor_is_never_negative():
-    rising = [Trained(run.size, run.seed, run.compute_P, 5 - 0.1 * np.log(run.compute_P), run.windows_W)
+    rising = [Trained(run.size, run.compute_P, 5 - 0.1 * np.log(run.compute_P), run.windows_W)
               for run in runs(1)]
     assert fit(rising, resamples=1).law.floor >= 0
 
@@ -61,7 +61,7 @@ def test_no_fit_of_two_sizes_and_none_beyond_ten_times():
 def test_runs_with_other_windows_are_refused():
     first, *others = runs()
     with pytest.raises(ConfigError, match="same val windows"):
-        fit([Trained(first.size, first.seed, first.compute_P, first.loss_P, first.windows_W[1:]), *others])
+        fit([Trained(first.size, first.compute_P, first.loss_P, first.windows_W[1:]), *others])
 
 
 def test_a_gain_is_how_much_more_the_baseline_would_need():

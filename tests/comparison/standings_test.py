@@ -11,8 +11,8 @@ from comparison import standings, standings_rows
 from comparison.curves import Curve
 from comparison.figures import Axis, Figure, Line, Point
 from comparison.runs import Run
-from comparison.standings import NOT_RUN, RUNGS, Place, best_rate, expected, losses_of, places
-from comparison.standings_figures import figures, fits, gaps, standing
+from comparison.standings import RUNGS, Place, Rung, best_rate, expected, losses_of, places
+from comparison.standings_figures import figures, fits, gaps, runs_at_best_rate
 from comparison.standings_page import BEGIN, END, with_tables
 from comparison.statistics import mean_interval
 from comparison.wording import number_text
@@ -30,7 +30,8 @@ def names(found: list[Place]) -> list[str]:
 def test_the_ladder():
     assert [(rung.parameters, rung.layers, rung.steps) for rung in RUNGS.values()] == [
         (196_608, 4, 960), (786_432, 4, 1920), (3_145_728, 4, 3840)]
-    assert (NOT_RUN.layers, NOT_RUN.parameters) == (12, 84_934_656)
+    gpt2 = Rung("L", 768, 512, 1)
+    assert (gpt2.layers, gpt2.parameters) == (12, 84_934_656)
     for rung in RUNGS.values():
         assert rung.steps * rung.batch_size * standings.CONTEXT == 20 * rung.parameters
 
@@ -131,7 +132,7 @@ def test_a_table_without_the_reference_has_no_equal_compute():
 
 
 def test_only_runs_at_the_best_rate_stand():
-    found = standing(all_runs(("kda",)))
+    found = runs_at_best_rate(all_runs(("kda",)))
     assert {key: [run.seed for run in runs] for key, runs in found.items()} == {
         ("kda", "XS"): [0, 1, 2], ("kda", "S"): [0, 1, 2], ("kda", "M"): [0]}
     assert {run.config["optimizer"]["learning_rate"] for run in found["kda", "XS"]} == {BEST["kda"]}
@@ -170,7 +171,7 @@ def with_more_loss(run: Run, more: float) -> Run:
 
 
 def test_the_interval_of_a_gain_is_that_of_its_seeds(runs):
-    found = standing(runs)
+    found = runs_at_best_rate(runs)
     mine = [with_more_loss(run, 0.02 * run.seed) for run in found["kda", "S"]]
     gains = []
     for of_one_seed in zip(mine, found["softmax-parts", "XS"], found["softmax-parts", "S"], strict=True):
@@ -198,7 +199,7 @@ def test_differences_gains_and_trends(runs):
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     # Between XS and S of softmax: M, which has one seed, is for the gains of M.
-    by_arm = {arm: found_runs[0].val.points["flops"][-1] for (arm, rung), found_runs in standing(runs).items()
+    by_arm = {arm: found_runs[0].val.points["flops"][-1] for (arm, rung), found_runs in runs_at_best_rate(runs).items()
               if rung == "S"}
     bound = by_arm["softmax-parts"] / by_arm["gated_delta"]
     assert rows["gated_delta"]["gain in FLOPs"] == f"beyond the range (> {bound:.2f})"
@@ -216,14 +217,14 @@ def test_differences_gains_and_trends(runs):
         "A trend is over the sizes that all its seeds have.",
         "Rises and falls: with a confidence of 95 % in all 2 trends together.")
     assert {row[2] for row in found["gap-against-size"].rows} == {"XS, S"}
-    by_size = gaps("kda", standing(runs))
+    by_size = gaps("kda", runs_at_best_rate(runs))
     assert by_size[786_432.0][0] == pytest.approx(0.05, abs=0.01)
 
 
 def test_a_stretch_of_val_that_differs_is_shown_and_does_not_move_the_median(runs):
     (arm, rung), last = ("kda", "S"), slice(-16, None)  # of 1,024 tokens each
     changed = {}
-    for run in standing(runs)[arm, rung]:
+    for run in runs_at_best_rate(runs)[arm, rung]:
         (key, windows), = [(key, each) for key, each in run.window_losses.items() if key[1] == 1024]
         loss_N = windows.loss_N.copy()
         loss_N[last] += 5 * windows.tokens_N[last]
@@ -245,7 +246,7 @@ def test_losses_by_class_are_of_all_arms_and_drawn_where_there_are_several_seeds
     share, mean, of_seeds, gap, _, verdict = rows["gated_delta", "S", "repeat"]
     losses = [float(text) for text in of_seeds.split(", ")]
     assert (share, len(losses), verdict) == ("25.00%", 3, "lower")
-    assert losses == [pytest.approx(run.final() - 0.3, abs=1e-4) for run in standing(runs)["gated_delta", "S"]]
+    assert losses == [pytest.approx(run.final() - 0.3, abs=1e-4) for run in runs_at_best_rate(runs)["gated_delta", "S"]]
     assert float(mean.split()[0]) == pytest.approx(sum(losses) / 3, abs=1e-4)
     assert float(gap.replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     assert rows["softmax-parts", "S", "repeat"][3:] == ("–", "–", "")
@@ -253,6 +254,9 @@ def test_losses_by_class_are_of_all_arms_and_drawn_where_there_are_several_seeds
     assert [line.label for line in found.lines] == ["gated_delta, S", "kda, S"]
     few = [run for run in runs if not run.name.startswith("M-softmax")]
     assert len(next(each for each in figures(few) if each.name == found.name).rows) == len(found.rows) - 2
+    fewer = [run for run in runs if run.name != "S-softmax-parts-0.004-seed-2"]
+    (line, _) = next(each for each in figures(fewer) if each.name == found.name).lines
+    assert line.points[0].runs == ("gated_delta seed 0", "gated_delta seed 1")  # the seeds of the difference
     renamed = [replace(run, evaluations=[one | {"token_classes": [part | {"partition": "code"} for part in one[
         "token_classes"]]} for one in run.evaluations]) if "softmax" in run.name else run for run in runs]
     again = {row[:3]: row[3:] for row in next(each for each in figures(renamed) if each.name == found.name).rows}
@@ -294,7 +298,8 @@ def test_a_table_is_sorted_by_the_loss_at_equal_compute(monkeypatch):
     (table,) = [figure for figure in figures(runs) if figure.name == "rung-XS"]
     rows = {row[0]: row for row in table.rows}
     at = {"gated": 2, "gated_delta": 1, "softmax-parts": 1}  # of its lengths
-    losses = {arm: [run.lengths["loss"][point] for run in standing(runs)[arm, "XS"]] for arm, point in at.items()}
+    losses = {arm: [run.lengths["loss"][point] for run in runs_at_best_rate(runs)[arm, "XS"]]
+              for arm, point in at.items()}
     assert table.headings[3] == "loss at 3.93e12 FLOPs"  # 960 · 4096 · 1e6
     assert [*rows] == ["gated_delta", "gated", "softmax-parts"]
     for arm, values in losses.items():
@@ -309,7 +314,7 @@ def test_a_table_is_sorted_by_the_loss_at_equal_compute(monkeypatch):
 def test_a_difference_is_shown_with_one_confidence_for_all_of_a_table():
     runs = all_runs(("softmax-parts", "gated_delta", "kda"), ("XS",))
     few = [run for run in runs if "kda" not in run.name]
-    for seed, run in enumerate(standing(few)["gated_delta", "XS"]):
+    for seed, run in enumerate(runs_at_best_rate(few)["gated_delta", "XS"]):
         run.val.points["loss"] = run.val.points["loss"] + 0.012 * seed
     for chosen, verdict in ((few, "lower"), ([*few, *(run for run in runs if "kda" in run.name)], "not significant")):
         (table,) = [figure for figure in figures(chosen) if figure.name == "rung-XS"]
@@ -319,7 +324,7 @@ def test_a_difference_is_shown_with_one_confidence_for_all_of_a_table():
 
 def test_gains_in_time_are_by_speeds_without_load(runs):
     flops = {(arm, rung): runs[0].val.points["flops"][-1] / runs[0].val.points["tokens"][-1]
-             for (arm, rung), runs in standing(runs).items()}
+             for (arm, rung), runs in runs_at_best_rate(runs).items()}
     speeds = {(arm, rung, "context", 1024): speed / flops[arm, rung] for arm, speed in (
         ("softmax-parts", 1e9), ("gated_delta", 5e8), ("kda", 2e9)) for rung in RUNGS}
     speeds |= {("kda", "XS", "position", 128): 500.0}
@@ -332,7 +337,7 @@ def test_gains_in_time_are_by_speeds_without_load(runs):
     rows = tables["S"]
     # kda ends before softmax; gated_delta is between its annealed points then.
     assert rows["kda"]["loss at softmax's time"] == rows["softmax-parts"]["loss at softmax's time"] == "–"
-    lengths = [run.lengths for run in standing(runs)["gated_delta", "S"]]
+    lengths = [run.lengths for run in runs_at_best_rate(runs)["gated_delta", "S"]]
     tokens = 0.5 * flops["softmax-parts", "S"] / flops["gated_delta", "S"] * lengths[0]["tokens"][-1]
     at = [np.interp(np.log(tokens), np.log(each["tokens"]), each["loss"]) for each in lengths]
     assert rows["gated_delta"]["loss at softmax's time"].startswith(f"{np.mean(at):.4f} (")
@@ -362,7 +367,7 @@ def test_abilities_are_those_of_the_same_attentions(runs):
 
 
 def test_fits_need_three_sizes(runs):
-    found = fits(standing(runs))
+    found = fits(runs_at_best_rate(runs))
     assert set(found) == {"softmax-parts", "gated_delta", "kda"}
     assert found["softmax-parts"].law.exponent == pytest.approx(0.15, abs=0.03)
     figure = next(each for each in figures(runs) if each.name == "fits")
@@ -379,13 +384,31 @@ def test_fits_need_three_sizes(runs):
             :RUNGS[rung].seeds].mean(0)) for rung in RUNGS)
     assert figure.remarks == ("M has one seed, whose noise is not in the bands.",)
     two = [run for run in runs if not run.name.startswith("M")]
-    assert fits(standing(two)) == {}
+    assert fits(runs_at_best_rate(two)) == {}
     mixed = [*two, *(run for run in runs if run.name.startswith("M-kda"))]
     (figure,) = [each for each in figures(mixed) if each.name == "fits"]
     assert [row[0] for row in figure.rows] == ["kda"]
     assert figure.remarks[-1] == (
-        "No fit without 3 sizes that ended with a finite loss: softmax-parts and gated_delta.")
+        "No fit without 3 sizes that ended with a finite loss and were evaluated: softmax-parts and gated_delta.")
     assert "fits" not in {figure.name for figure in figures(two)}
+
+
+def test_a_run_that_is_not_evaluated_has_no_fit_but_all_else(runs):
+    found = {figure.name: figure for figure in figures([
+        replace(run, window_losses={}, evaluations=[]) if run.name == "S-kda-0.004-seed-1" else run for run in runs])}
+    assert [row[0] for row in found["fits"].rows] == ["softmax-parts", "gated_delta"]
+    assert found["fits"].remarks[-1].endswith("and were evaluated: kda.")
+    assert "kda" in {row[0] for row in found["rung-S"].rows}
+
+
+def test_a_run_that_diverged_before_its_first_val_line_is_not_finite(runs):
+    train = Curve({name: np.array([value]) for name, value in (
+        ("step", 7.0), ("tokens", 7e3), ("flops", 7e9), ("loss", np.nan))})
+    found = {figure.name: figure for figure in figures([
+        replace(run, train=train, val=Curve(), annealed=Curve(), evaluations=[], window_losses={})
+        if run.name == "S-kda-0.004-seed-1" else run for run in runs])}
+    cells = {row[0]: dict(zip(found["rung-S"].headings, row, strict=True)) for row in found["rung-S"].rows}["kda"]
+    assert [cells[name] for name in ("val loss", "bits per byte", "gain in FLOPs")] == ["not finite"] * 3
 
 
 def test_one_size_has_no_picture_of_sizes_and_losses_by_context_are_of_the_same_tokens(runs):
