@@ -301,59 +301,68 @@ def test_padding_anywhere_changes_nothing(mode):
         assert_close(layer(padded, padded_ids, causal=causal)[:, place], expected)
 
 
+@jax.jit(static_argnames=("graph", "causal", "packed"))  # shared by both tests of gradients
+def _sum_and_gradients(graph, parameters, rest, x_BTE, segment_ids_BT, weights_BTE, causal, packed):
+    """The weighted sum of the output, and its gradients with respect to parameters and input."""
+
+    def weighted_sum(parameters, x_BTE):
+        y_BTE, _ = nnx.merge(graph, parameters, rest).forward(
+            x_BTE, causal=causal, segment_ids_BT=segment_ids_BT, packed=packed)
+        return jnp.sum(weights_BTE * y_BTE.astype(weights_BTE.dtype))
+
+    return jax.value_and_grad(weighted_sum, (0, 1))(parameters, x_BTE)
+
+
+def sum_and_gradients(module: SelfAttention, parameters, x_BTE, dtype):
+    """With padding and, where they are supported, segments; in float64 or with parameters of float32."""
+    graph, _, rest = nnx.split(module, nnx.Param, ...)
+    packed = module.supports_segments(module.causal)
+    ids_T = np.where(np.arange(T) % 30 == 7, -1, np.arange(T) // 60) if packed else np.where(np.arange(T) < 130, 0, -1)
+    signs_BTE = np.sign(np.random.default_rng(0).normal(size=x_BTE.shape))  # exact in every dtype
+    with jax.enable_x64(dtype == jnp.float64):
+        return _sum_and_gradients(graph, parameters, rest, x_BTE, np.tile(np.int32(ids_T), (B, 1)),
+                                  jnp.asarray(signs_BTE, dtype), module.causal, packed)
+
+
+def to_float64(tree):
+    with jax.enable_x64(True):
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tree)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_the_slopes(mode):
     """Of inputs and parameters, against finite differences in float64."""
     module = build(mode)
-    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+    point = to_float64((nnx.state(module, nnx.Param), make_x()))
+    random = np.random.default_rng(1)
+    directions = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), point)
+    step = 1e-7  # small beside initial parameters of 0.02, which inputs of 20 amplify
+
+    def at(by):
+        return sum_and_gradients(module, *jax.tree.map(lambda leaf, along: leaf + by * along, point, directions),
+                                 jnp.float64)
+
     with jax.enable_x64(True):
-        parameters = jax.tree.map(lambda p: p.astype(jnp.float64), parameters)
-        x = jnp.asarray(make_x(70), jnp.float64)
-        packed = module.supports_segments(module.causal)
-        segments = (jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40) if packed
-                    else jnp.where(jnp.arange(70) < 60, 0, -1))
-        segment_ids = segments[None].repeat(B, axis=0)
-        random = np.random.default_rng(0)
-        weights_BTE, *directions = (jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape)), tree)
-                                    for tree in (x, parameters, x))
-
-        @jax.jit
-        def weighted_sum(parameters, x):
-            y_BTE, _ = nnx.merge(graph, parameters, rest).forward(
-                x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32), packed=packed)
-            return jnp.sum(weights_BTE * y_BTE)
-
-        # Small beside initial parameters of 0.02, which inputs of 20 amplify.
-        step, point, directions = 1e-7, (parameters, x), tuple(directions)
-        gradients = jax.jit(jax.grad(weighted_sum, (0, 1)))(*point)
-        ahead, behind = (weighted_sum(*jax.tree.map(lambda leaf, along, by=by: leaf + by * along, point, directions))
-                         for by in (step / 2, -step / 2))
-        expected = sum(jnp.vdot(gradient, direction) for gradient, direction in zip(
-            jax.tree.leaves(gradients), jax.tree.leaves(directions), strict=True))
-        assert float(ahead - behind) / step == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+        (ahead, _), (behind, _), (_, gradients) = at(step / 2), at(-step / 2), at(0)
+    expected = sum(np.vdot(gradient, direction) for gradient, direction in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(directions), strict=True))
+    assert float(ahead - behind) / step == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_in_bfloat16_are_those_in_float32(mode):
+def test_gradients_in_bfloat16_are_those_in_float64(mode):
     """Of parameters; inputs and the gradient of the output are exact in both dtypes."""
     module = build(mode)
-    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+    parameters = nnx.state(module, nnx.Param)
     x_BTE = (make_x() / 10).astype(jnp.bfloat16)
-    segments = jnp.where(jnp.arange(T) < T - 20, 0, -1)[None].repeat(B, axis=0)
 
-    @jax.jit
-    def gradients(parameters, x_BTE):
-        def total(parameters):
-            y_BTE, _ = nnx.merge(graph, parameters, rest).forward(
-                x_BTE, causal=module.causal, segment_ids_BT=segments, packed=module.supports_segments(module.causal))
-            signs = jnp.sign(jnp.sin(1 + jnp.arange(y_BTE.size))).reshape(y_BTE.shape)
-            return jnp.sum(y_BTE.astype(jnp.float32) * signs)
-
-        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.grad(total)(parameters))])
+    def gradients(parameters, x_BTE, dtype):
+        _, (found, _) = sum_and_gradients(module, parameters, x_BTE, dtype)
+        return np.concatenate([np.ravel(g) for g in jax.tree.leaves(found)])
 
     normed = "none" not in (module.options.qk_norm, module.options.output_norm)
-    assert_close(gradients(parameters, x_BTE), gradients(parameters, x_BTE.astype(jnp.float32)),
+    assert_close(gradients(parameters, x_BTE, jnp.float32), gradients(*to_float64((parameters, x_BTE)), jnp.float64),
                  BFLOAT16_NORMED_TOLERANCE if normed else BFLOAT16_TOLERANCE)
 
 
