@@ -152,8 +152,8 @@ def work_problems(row: Row) -> list[str]:
         for lines in (entry["val"], entry["annealed"]):
             for tokens, counted in zip(lines["tokens"], lines["flops"], strict=True):
                 if not math.isclose(counted, tokens * work.flops_per_token):
-                    found.append(f"{place.name}: {counted:.6g} FLOPs after {tokens:,.0f} tokens; expected "
-                                 f"{tokens * work.flops_per_token:.6g}")
+                    found.append(f"{place.name}: {counted:.10g} FLOPs after {tokens:,.0f} tokens; expected "
+                                 f"{tokens * work.flops_per_token:.10g}")
     return found
 
 
@@ -238,7 +238,7 @@ def draw(folder: Path) -> bool:
         Whether all rows are in them: those with problems are named and left out.
     """
     rows, whole = rows_of(folder), True
-    corpus = text_of(folder.name, rows.values())
+    corpus = text_of(folder.name, [row for row in rows.values() if row["standings"] == folder.name])
     runs: list[Run] = []
     for arm, row in rows.items():
         if (row["standings"], row["row"]) != (folder.name, arm):
@@ -329,7 +329,7 @@ def measure(options: Options, results: report.Results) -> int:
     if options.text and options.add is None:
         raise ConfigError(f"--text {options.text}: expected --add too")
     if options.text and not re.fullmatch(standings_rows.TEXT, options.text):
-        raise ConfigError(f"--text {options.text}: expected the letters a to z, digits and hyphens")
+        raise ConfigError(f"--text {options.text}: expected letters without accents, digits and hyphens")
     whole = add({str(path): read_row(path) for path in options.check} if options.add is None else
                 rows_of_runs(options.add, options.text))
     drawn = [draw(folder) for folder in sorted(standings_rows.RESULTS.glob("*"))

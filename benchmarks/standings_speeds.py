@@ -110,7 +110,7 @@ def configs_of(options: Options) -> dict[str, dict[str, Config]]:
     for rung in options.rungs or RUNGS:
         if rung not in RUNGS:
             raise ConfigError(f"--rungs {rung}: no such rung; expected {', '.join(RUNGS)}")
-        arms = options.arms or [arm for arm, row in rows.items() if rung in row["rungs"]]
+        arms = options.arms or [arm for arm, row in rows.items() if arm == row["row"] and rung in row["rungs"]]
         if arms:
             found[rung] = {arm: protocol_config(Place(rung, arm, 1e-3, 0)) for arm in arms}
     return found

@@ -40,7 +40,7 @@ def place_of(run: Run) -> Place:
 
 
 def runs_at_best_rate(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    """The finished runs at the best rate of their arm and rung, where it has been by_arm."""
+    """The finished runs at the best rate of their arm and rung, where that has been found."""
     losses = losses_of(runs)
     chosen = [run for run in runs if (place := Place.of(run.name)) is not None and place in losses and not place.check
               and place.rate == best_rate(place.rung, place.arm, losses)]
@@ -214,7 +214,7 @@ class ArmAtRung:
         """The difference in each stretch of val at the end of training, by seed; see :func:`stretches`."""
         mine, base = ({run.seed: losses for run in runs if len(losses := stretches(run))}
                       for runs in (self.runs, self.baseline_runs))
-        return minus(mine, base)
+        return minus({seed: each for seed, each in mine.items() if len(each) == len(base.get(seed, ()))}, base)
 
     @property
     def median_differences(self) -> dict[Any, float]:
@@ -479,14 +479,14 @@ def stretches(run: Run) -> np.ndarray:
 
 
 def fits(by_arm: RunsByArm, speeds: Speeds | None = None) -> dict[str, Fit]:
-    """A fit for each arm with three sizes whose runs did not diverge and are all evaluated; with ``speeds``, of the
-    sizes whose speed is known."""
+    """A fit for each arm with three sizes, whose runs have a finite loss at every length and are all evaluated; with
+    ``speeds``, of the sizes whose speed is known."""
     usable = [run for (arm, rung), runs in by_arm.items() for run in runs
               if speeds is None or not math.isnan(training_speed(speeds, arm, rung))]
     return {arm: fit(trained(runs, speeds)) for arm, runs in group_by(usable, lambda run: place_of(run).arm).items()
             if len({place_of(run).rung for run in runs}) >= LEAST_SIZES
-            and all(np.isfinite(run.lengths["loss"]).all() for run in runs)
-            and len({len(stretches(run)) for run in runs}) == 1}
+            and all(len(run.lengths["loss"]) == len(LENGTHS) and np.isfinite(run.lengths["loss"]).all() for run in runs)
+            and len(number := {len(stretches(run)) for run in runs}) == 1 and 0 not in number}
 
 
 def _residuals(law: Fit) -> str:

@@ -52,8 +52,9 @@ def open_packages(selection: Selection) -> Source:
 def _installed(wanted: Iterable[str], folder: Path | None) -> dict[str, Distribution]:
     """The wanted packages in a folder, or else in the environment."""
     path = sys.path if folder is None else [str(folder)]
-    return {name: found for name in wanted
-            if (found := next(iter(importlib.metadata.distributions(name=name, path=path)), None)) is not None}
+    # An interrupted installation leaves a folder without a name in it.
+    return {name: found for name in wanted if (found := next((
+        each for each in importlib.metadata.distributions(name=name, path=path) if "Name" in each.metadata), None))}
 
 
 def _sources(package: Distribution) -> Iterator[tuple[str, Path, str]]:

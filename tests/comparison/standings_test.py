@@ -19,6 +19,7 @@ from comparison.wording import number_text
 from support.errors import ConfigError
 from tests.comparison import standings_runs
 from tests.comparison.standings_runs import BEST, all_runs
+from training.window_losses import WindowLosses
 
 pytestmark = pytest.mark.fast
 
@@ -199,9 +200,9 @@ def test_differences_gains_and_trends(runs):
     assert list(rows) == ["gated_delta", "softmax-parts", "kda"]
     assert float(rows["gated_delta"]["minus softmax"].replace("−", "-")) == pytest.approx(-0.05, abs=0.01)
     # Between XS and S of softmax: M, which has one seed, is for the gains of M.
-    by_arm = {arm: found_runs[0].val.points["flops"][-1] for (arm, rung), found_runs in runs_at_best_rate(runs).items()
+    flops = {arm: found_runs[0].val.points["flops"][-1] for (arm, rung), found_runs in runs_at_best_rate(runs).items()
               if rung == "S"}
-    bound = by_arm["softmax-parts"] / by_arm["gated_delta"]
+    bound = flops["softmax-parts"] / flops["gated_delta"]
     assert rows["gated_delta"]["gain in FLOPs"] == f"beyond the range (> {bound:.2f})"
     assert gain(rows["kda"], "FLOPs") < 1
     smallest = {row[0]: dict(zip(found["rung-XS"].headings, row, strict=True)) for row in found["rung-XS"].rows}
@@ -393,12 +394,29 @@ def test_fits_need_three_sizes(runs):
     assert "fits" not in {figure.name for figure in figures(two)}
 
 
-def test_a_run_that_is_not_evaluated_has_no_fit_but_all_else(runs):
+@pytest.mark.parametrize("lacking", [r"S-kda-0\.004-seed-1", ".*-kda-.*"])
+def test_an_arm_with_runs_that_are_not_evaluated_has_no_fit_but_all_else(runs, lacking):
     found = {figure.name: figure for figure in figures([
-        replace(run, window_losses={}, evaluations=[]) if run.name == "S-kda-0.004-seed-1" else run for run in runs])}
+        replace(run, window_losses={}, evaluations=[]) if re.fullmatch(lacking, run.name) else run for run in runs])}
     assert [row[0] for row in found["fits"].rows] == ["softmax-parts", "gated_delta"]
     assert found["fits"].remarks[-1].endswith("and were evaluated: kda.")
     assert "kda" in {row[0] for row in found["rung-S"].rows}
+
+
+def test_runs_with_other_windows_or_lengths_have_no_fit_but_all_else(runs):
+    def changed(run: Run) -> Run:
+        if run.name == "M-kda-0.002-seed-0":
+            points = {name: values[1:] for name, values in run.annealed.points.items()}
+            return replace(run, annealed=Curve(points, points, 1))
+        if run.name.startswith("S-gated_delta"):
+            return replace(run, window_losses={key: WindowLosses(each.loss_N[:64], each.tokens_N[:64])
+                                               for key, each in run.window_losses.items()})
+        return run
+
+    found = {figure.name: figure for figure in figures([changed(run) for run in runs])}
+    assert [row[0] for row in found["fits"].rows] == ["softmax-parts"]
+    assert [row[:2] for row in found["stretches"].rows] == [
+        ("XS", "gated_delta"), ("XS", "kda"), ("S", "kda"), ("M", "gated_delta"), ("M", "kda")]
 
 
 def test_a_run_that_diverged_before_its_first_val_line_is_not_finite(runs):

@@ -41,8 +41,9 @@ def test_sources_of_packages_in_order_once_each_without_tests(installed: Path):
 
 
 def test_a_folder_that_an_installation_left_behind_is_ignored(installed: Path):
-    (installed / "two-2.0.dist-info").mkdir()
-    assert open_source("python-packages").state
+    for name in ("one-0.9", "one-2.0", "two-2.0"):
+        (installed / f"{name}.dist-info").mkdir()
+    assert len([*documents("python-packages")]) == 2
 
 
 def test_packages_of_other_versions_are_named_with_where_to_install_them(installed: Path):
