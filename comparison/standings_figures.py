@@ -111,8 +111,8 @@ def gain_in_flops(arm: str, rung: str, by_arm: RunsByArm) -> str:
 
 def _gain(arm: str, rung: str, by_arm: RunsByArm, cost: Callable[[str, str], float]) -> str:
     """How many times its compute softmax with the same parts needs for the loss of an arm, read between those sizes of
-    softmax that have at least as many seeds. *Beyond the range*, with a bound, if the loss is above or below all of
-    them.
+    softmax that have at least as many seeds. *Beyond the range* if the loss is above or below all of them, with a bound
+    that says which of the two is better; a bound that does not is left out.
 
     With its interval, the number is the geometric mean of the gains of the seeds, each against softmax with the same
     seed. If one of these is outside of the sizes, or there is one seed, it is the gain of the mean losses.
@@ -135,9 +135,9 @@ def _gain(arm: str, rung: str, by_arm: RunsByArm, cost: Callable[[str, str], flo
     gain = compute_equivalent_gain(mine, loss, losses)
     if gain is None:
         bound = ""
-        if losses and loss < min(losses.values()):
+        if losses and loss < min(losses.values()) and max(losses) > mine:
             bound = f" (> {max(losses) / mine:.2f})"
-        elif losses and loss > max(losses.values()):
+        elif losses and loss > max(losses.values()) and min(losses) < mine:
             bound = f" (< {min(losses) / mine:.2f})"
         return f"beyond the range{bound}"
     seed_gains = [compute_equivalent_gain(mine, _loss([run]), {

@@ -19,7 +19,9 @@ from comparison import figures, standings, standings_figures, standings_page, st
 from comparison.curves import Curve
 from comparison.runs import Run
 from comparison.standings import Place
+from comparison.statistics import bonferroni, mean_interval
 from comparison.study import load_study
+from comparison.wording import significance
 from models.attention import gated
 from models.parameters import count_parameters
 from support.errors import ConfigError, LineargptError
@@ -406,11 +408,17 @@ def test_the_committed_figures_and_tables_are_those_of_the_committed_rows(result
 def test_the_readme_has_the_figures_of_the_committed_rows():
     rows = standings_rows.rows_of(small_run.ROOT / "benchmarks" / "results" / "standings" / "S1")
     found = standings_figures.runs_at_best_rate([run for row in rows.values() for run in standings_rows.runs_of(row)])
-    equal = {(rung, each.arm): f"{np.mean([*differences.values()]):+.2f}".replace("-", "−")
-             for rung in standings.RUNGS for each in standings_figures.arms_at(rung, found)
-             if (differences := each.equal_differences)}
-    names = {"`gated`": "gated", "`gated_delta`": "gated_delta", "`kda`": "kda",
-             "three layers of `kda`, one of softmax": "hybrid-kda"}
+    equal: dict[tuple[str, str], str] = {}
+    for rung in standings.RUNGS:
+        arms = standings_figures.arms_at(rung, found)
+        confidence = bonferroni(standings_figures.count_compared(arms))
+        for each in arms:
+            if differences := [*each.equal_differences.values()]:
+                mean = float(np.mean(differences))
+                bold = "**" * (significance(mean, mean_interval(differences, confidence)) in ("lower", "higher"))
+                equal[rung, each.arm] = f"{bold}{mean:+.2f}{bold}".replace("-", "−")
+    names = {"softmax over the last 32 tokens": "window-equal", "`gated`": "gated", "`gated_delta`": "gated_delta",
+             "`kda`": "kda", "three layers of `kda`, one of softmax": "hybrid-kda"}
     sizes = [f"{rung.parameters / 1e6:.1f} million" for rung in standings.RUNGS.values()]
     heading, *lines = (f"| {' | '.join(cells)} |" for cells in [["attention", *sizes], *(
         [name, *(equal.get((rung, arm), "–") for rung in standings.RUNGS)] for name, arm in names.items())])
