@@ -68,8 +68,6 @@ PARAMETER_NOISE = 0.05
 """Deviation of the noise that is added to parameters to find out whether an attention is causal."""
 PREFIX_TOLERANCE = 1e-4
 """Largest difference of logits, whose deviation is about 1, that rounding explains."""
-
-
 KINDS: tuple[Literal["context"], Literal["position"]] = ("context", "position")
 """What a speed is of: a context of training, or a position of a sampled token."""
 
