@@ -70,11 +70,13 @@ class Point:
     """Its 95 % interval over the seeds; None for a single seed."""
     runs: tuple[str, ...]
     """Names of the averaged runs, one per seed; empty for a published figure."""
+    joined: bool = True
+    """Whether a line joins it to the point before."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one colour, joined on a numeric axis."""
+    """Points of one colour; on a numeric axis lines join them, but for those that are not ``joined``."""
 
     label: str
     attention: str
@@ -147,7 +149,8 @@ class Figure:
             "name": self.name, "title": self.title, "x": self.x.title, "x_axis": self.x.kind, "y": self.y,
             "lines": [{"label": line.label, "attention": line.attention,
                        "points": [{"x": point.x, "mean": point.y, "interval": point.interval,
-                                   "seeds": len(point.runs), "runs": point.runs} for point in line.points],
+                                   "seeds": len(point.runs), "runs": point.runs,
+                                   **({} if point.joined else {"joined": False})} for point in line.points],
                        "best": None if line.best is None else line.points[line.best].x,
                        "published": line.published or None,
                        **({} if line.fitted is None else {"fitted": line.fitted})} for line in self.lines],
@@ -594,6 +597,7 @@ class _PointEntry(TypedDict):
     mean: Finite
     interval: tuple[Finite, Finite] | None
     runs: list[str]
+    joined: NotRequired[bool]
 
 
 class _LineEntry(TypedDict):
@@ -640,7 +644,7 @@ def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
     lines, rows = [], []
     for i, line in enumerate(entry["lines"]):
         points = tuple(Point(each["x"], each["mean"], None if each["interval"] is None else tuple(each["interval"]),
-                             tuple(each["runs"])) for each in line["points"])
+                             tuple(each["runs"]), each.get("joined", True)) for each in line["points"])
         for j, point in enumerate(points):
             json_files.check(point.x, kind, path, f"{field}.lines[{i}].points[{j}].x")
         best = next((j for j, point in enumerate(points) if point.x == line["best"]), None)
@@ -690,8 +694,10 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
                 _plot_fit(panel, line, own)
                 continue
             faint = {"fillstyle": "none", "alpha": 0.6} if line.is_faint else {}
-            panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=marker,
-                       markersize=6, **look, **faint)
+            gaps = [i for i, point in enumerate(line.points) if not point.joined]
+            panel.plot(*(np.insert(np.array(values, float), gaps, np.nan) for values in (x, y)),
+                       label=plain(line.label), linestyle="none" if places else style, marker=marker, markersize=6,
+                       **look, **faint)
             for at, point in zip(x, line.points, strict=True):
                 if point.interval is not None:
                     low, high = point.interval

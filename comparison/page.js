@@ -500,8 +500,11 @@
   }
 
   /** A line of means with bars for their intervals. */
-  function studyTrace(figure, { label, colour, dash, symbol, points, published, fitted }) {
+  function studyTrace(figure, { label, colour, dash, symbol, points: drawn, published, fitted }) {
     const faint = published || fitted;
+    // A point without a mean interrupts the line.
+    const gap = { x: null, mean: null, interval: null, seeds: 0, runs: [] };
+    const points = drawn.flatMap((point) => point.joined === false ? [gap, point] : [point]);
     const bars = (end, sign) => points.map(({ mean, interval }) => interval ? sign * (interval[end] - mean) : 0);
     const customdata = points.map(({ interval, seeds }) => [
       interval ? `95 % interval ${interval.map((end) => end.toFixed(4)).join(" to ")}` : "no interval",

@@ -67,10 +67,20 @@ def figures(runs: Sequence[Run], speeds: Speeds | None = None, abilities: Figure
 
 
 def _against_compute(runs: Sequence[Run]) -> Figure:
+    """Lines join the lengths of a size, not one size to the next."""
     at = [each for run in runs for each in run.at_lengths() or [run]]
-    return loss_against(at, "train.steps", of=lambda run: float(run.val.points["flops"][-1]), called="FLOPs",
-                        arm=lambda run: place_of(run).arm, log=True,
-                        title="Loss against compute: 5, 10 and 20 tokens a parameter at each size")
+    figure = loss_against(at, "train.steps", of=lambda run: float(run.val.points["flops"][-1]), called="FLOPs",
+                          arm=lambda run: place_of(run).arm, log=True,
+                          title="Loss against compute: 5, 10 and 20 tokens a parameter at each size")
+    rungs = {run.name: place_of(run).rung for run in at}
+    return replace(figure, lines=tuple(
+        replace(line, points=_joined_within([rungs[point.runs[0]] for point in line.points], line.points))
+        for line in figure.lines))
+
+
+def _joined_within(sizes: Sequence[str], points: Sequence[Point]) -> tuple[Point, ...]:
+    """Points, each joined to the one before if both are of the same size."""
+    return tuple(replace(point, joined=i == 0 or sizes[i] == sizes[i - 1]) for i, point in enumerate(points))
 
 
 def minus(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -497,18 +507,20 @@ def _residuals(law: Fit) -> str:
 
 
 def _fits(by_arm: RunsByArm, speeds: Speeds | None = None) -> list[Figure]:
-    """The measured losses of each fit, and its law with its band, within and beyond them."""
+    """The measured losses of each fit, joined within a size, and its law with its band, within and beyond them."""
     name, compute = ("fits", "FLOPs") if speeds is None else ("fits-time", "seconds of training without other load")
     lines, rows, bounded, laws = [], [], [], fits(by_arm, speeds)
     for arm, each in laws.items():
         attention, low, high = arm_of(arm).attention, *each.measured
-        by_compute = group_by(zip(each.compute_P, each.loss_P, strict=True), lambda point: float(point[0]))
-        points = [Point(at, float(np.mean(losses)), mean_interval(losses),
-                        tuple(f"{arm} {number}" for number in range(len(losses))))
-                  for at, losses in sorted((at, [float(loss) for _, loss in of]) for at, of in by_compute.items())]
+        places = group_by(zip(each.compute_P, each.sizes_P, each.loss_P, strict=True),
+                          lambda point: (float(point[0]), point[1]))
+        means = sorted((at, size, [float(loss) for *_, loss in of]) for (at, size), of in places.items())
+        points = _joined_within([size for _, size, _ in means], [
+            Point(at, float(np.mean(losses)), mean_interval(losses),
+                  tuple(f"{arm} {number}" for number in range(len(losses)))) for at, _, losses in means])
         law = [Point(float(at), float(each.law(at)), each.band(at), ())
                for at in [*np.geomspace(low, high, 9), *np.geomspace(high, high * REACH, 5)[1:]]]
-        lines += [Line(arm, attention, tuple(points)), Line(f"{arm}, fit", attention, tuple(law), fitted=high)]
+        lines += [Line(arm, attention, points), Line(f"{arm}, fit", attention, tuple(law), fitted=high)]
         rows.append((arm, number_text(each.law.floor), f"{each.law.exponent:.3f}",
                      _residuals(each), f"{low:.2g} to {high:.2g}",
                      f"{number_text(law[-1].y)} ({interval_text(law[-1].interval or (0, 0))})"))

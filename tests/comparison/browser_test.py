@@ -188,7 +188,9 @@ def report(runs) -> Path:
                       ("attention", "val loss"), (("softmax", "1.0000"),), ("Warning: the edge.",)),
                Figure("none", "Nothing", Axis("x"), "y", (), (), (), ("No run counts.",)),
                Figure("pairs", "Differences", Axis("", "category"), "difference",
-                      (Line("chunked", "chunked", (Point("chunked", 0.1, (0.0, 0.2), ("a",)),)),), (), (), zero=True)]
+                      (Line("chunked", "chunked", (Point("chunked", 0.1, (0.0, 0.2), ("a",)),)),), (), (), zero=True),
+               Figure("sizes", "Two sizes", Axis("FLOPs"), "val loss", (Line("softmax", "softmax", (
+                   Point(1.0, 2.0, None, ("a",)), Point(2.0, 1.5, (1.0, 2.0), ("b",), joined=False))),), (), ())]
     path.write_text(page(compare([load_run(run) for run in runs.values()]), figures=figures, title="Tiny runs"))
     return path
 
@@ -281,6 +283,8 @@ def test_the_figures_of_a_study_stand_above_the_curves(browser):
     assert browser.value("document.getElementById('study-0')._fullLayout.xaxis.type") == "log"
     assert browser.value("[...document.querySelectorAll('#study-0 .xtick text')].map(each => each.textContent)"
                          ) == ["0.001", "0.003"]
+    # A point without a mean interrupts a line.
+    assert browser.drawn("study", "study-3") == {"a,b": {"runs": "a,b", "x": [1, None, 2], "y": [2, None, 1.5]}}
     assert browser.drawn("study", "study-2")["a"]["x"] == ["chunked"]
     # It belongs to no run that the legend could hide.
     browser.click("document.querySelector('#legend button')", times=2)

@@ -16,6 +16,7 @@ from comparison.figures import (
     loss_against,
     loss_curves,
     read_figures,
+    render,
     write_figures,
 )
 from comparison.runs import load_run
@@ -298,6 +299,16 @@ def test_what_is_written(make, tmp_path):
     assert json.loads(before[5])["remarks"] == ["Left out: a | b."]
     line = read_figures(tmp_path / "figures")[0].lines[0]
     assert (line.label, line.best, line.points) == ("softmax", 1, figures[0].lines[0].points)
+
+
+def test_a_point_that_is_not_joined_begins_a_new_line(tmp_path):
+    points = tuple(Point(x, 1 / x, None, (f"run {x:g}",), joined=x != 3) for x in (1.0, 2.0, 3.0, 4.0))
+    figure = Figure("one", "One", Axis("x"), "y", (Line("a", "softmax", points),), (), ())
+    style = f'style="fill: none; stroke: {COLOURS["softmax"]}; stroke-width: 1.5'
+    path, = re.findall(rf'd="([^"]*)" clip-path="[^"]*" {style}', render(figure, "svg").decode())
+    assert re.sub(r"[^ML]", "", path) == "MLML"
+    write_figures([figure], tmp_path / "figures")
+    assert read_figures(tmp_path / "figures")[0].lines == figure.lines
 
 
 def test_figures_of_one_name_or_none_are_refused(tmp_path):

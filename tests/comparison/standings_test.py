@@ -378,6 +378,8 @@ def test_fits_need_three_sizes(runs):
     assert (measured.fitted, law.fitted) == (None, measured.points[-1].x)
     assert [len(point.runs) for point in measured.points] == [3] * 6 + [1] * 3  # seeds, at three lengths of each size
     assert [point.interval is None for point in measured.points] == [False] * 6 + [True] * 3
+    for line in (measured, figures(runs)[0].lines[0]):  # no line from a size to the next
+        assert [i for i, point in enumerate(line.points) if not point.joined] == [3, 6]
     assert (law.points[0].x, law.points[-1].x) == pytest.approx((measured.points[0].x, 10 * measured.points[-1].x))
     low, high = law.points[-1].interval or (0, 0)
     assert low < law.points[-1].y < high
